@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_zero as zero
 from tests.comparing import compare
 from tests.models import ids, inputs, mlp, sgd
-from tests.settings import EVERYDAY, FACTORS, Setting, by_turns, pairwise, product
+from tests.settings import EVERYDAY, FACTORS, Setting, covering, product
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,6 +60,7 @@ class Program:
         refused: the rows that end in a named error.
         loose: factor on the tolerances, for what amplifies rounding; say why beside it.
         exact: on one or two ranks in fp32 every value equals the reference to the bit.
+        strength: 1: the default run has rows with every value; 2: with every pair of values, for what all training does.
     """
 
     name: str
@@ -70,13 +71,12 @@ class Program:
     refused: tuple[Refused, ...] = ()
     loose: float = 1.0
     exact: bool = False
+    strength: int = 1
 
     def rows(self, everything: bool) -> dict[int, list[Setting]]:
-        """By number of ranks: every valid row, or a set of them with every pair of values."""
+        """By number of ranks: every valid row, or a set of them with every combination of `strength` values."""
         rows = product(self.factors, self.accept)
-        if not everything and self.factors["tier"] == EVERYDAY["tier"]:
-            rows = by_turns(rows, self.name)
-        chosen = rows if everything else pairwise(rows, self.name)
+        chosen = rows if everything else covering(rows, self.strength, self.name)
         return {ranks: of for ranks in FACTORS["ranks"] if (of := [row for row in chosen if row.ranks == ranks])}
 
     def refusal(self, setting: Setting) -> Refused | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "deferred": (False, True),
     "debug": (False, True),
 }
-"""Every value of every factor. `make test-all` runs their product, `make test` a set of rows with every pair of values."""
+"""Every value of every factor. `make test-all` runs their product, `make test` rows with each value or each pair of values."""
 EVERYDAY: Mapping[str, tuple[Any, ...]] = {
     **FACTORS,
     "ranks": (2,),
@@ -31,10 +30,6 @@ EVERYDAY: Mapping[str, tuple[Any, ...]] = {
     "debug": (False,),
 }
 """What a program covers by default: two ranks, exact transport. Programs of wide use ask for more."""
-TIERS_BY_TURNS = (("none", "cpu", "disk/disk"), ("none", "disk", "cpu/cpu"))
-"""Of these tiers, what `make test` shows a program: one half of the programs the first, the others the second. The rows
-of a step on disk and of one in host memory take the same path but for the tier, and all of them would take half as long
-again."""
 
 
 @dataclass(frozen=True)
@@ -107,29 +102,25 @@ def product(factors: Mapping[str, Sequence[Any]], accept: Callable[[Setting], bo
     return [row for row in rows if row.is_valid and accept(row)]
 
 
-def by_turns(rows: Iterable[Setting], name: str) -> list[Setting]:
-    """Return those of a program's rows whose tier is of its half."""
-    tiers = TIERS_BY_TURNS[zlib.crc32(name.encode()) % len(TIERS_BY_TURNS)]
-    return [row for row in rows if row.tier in tiers]
+def covering(rows: Iterable[Setting], strength: int, seed: str) -> list[Setting]:
+    """Return rows that together hold every combination of `strength` values (2: every pair) that any of `rows` holds.
 
-
-def pairwise(rows: Iterable[Setting], seed: str) -> list[Setting]:
-    """Return rows that together hold every pair of values that any of `rows` holds.
-
-    Greedy: the row with most pairs that are still missing comes next; `seed` breaks ties, so that programs differ in
-    which triples they meet.
+    Greedy: the row with most combinations that are still missing comes next; `seed` breaks ties, so that programs differ in
+    which further combinations they meet.
     """
     rows = [*rows]
     random.Random(seed).shuffle(rows)
     names = [field.name for field in dataclasses.fields(Setting)]
-    pairs = {
-        row: {(one, getattr(row, one), other, getattr(row, other)) for one, other in itertools.combinations(names, 2)}
+    held = {
+        row: {
+            (chosen, tuple(getattr(row, name) for name in chosen)) for chosen in itertools.combinations(names, strength)
+        }
         for row in rows
     }
-    missing = set().union(*pairs.values()) if pairs else set()
+    missing = set().union(*held.values()) if held else set()
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        best = max(rows, key=lambda row: len(held[row] & missing))
         chosen.append(best)
-        missing -= pairs[best]
+        missing -= held[best]
     return chosen

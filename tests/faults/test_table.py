@@ -135,8 +135,18 @@ def check_after(job: Job, name: str, error: str | None, hit: str) -> None:
     job.everyone(None)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("name", OPERATIONS)
+LIKE_OTHERS = ("save beside", "save behind", "save apart", "step, stage 1")
+"""Rank 0 meets the same calls as in another operation."""
+
+
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [
+        pytest.param(name, victim, marks=[pytest.mark.slow] if victim == 0 and name in LIKE_OTHERS else [])
+        for name in OPERATIONS
+        for victim in (0, 1)
+    ],
+)
 def test_a_call_that_fails_is_an_error_on_every_rank(name: str, victim: int, two: RankPool, fast: Path) -> None:
     trials = two.run(failing, fast, name, victim, timeout_s=250)
     assert trials[0] == trials[1] >= 1
@@ -185,10 +195,10 @@ def killed_alone(rank: int, world: int, place: Path, name: str, tier: str, strid
 @pytest.mark.parametrize(
     ("name", "tier", "stride"),
     [
-        ("save over", "none", 1),
+        pytest.param("save over", "none", 1, marks=pytest.mark.slow),
         ("save", "none", 1),
         ("save beside", "none", 2),
-        ("save behind", "disk", 3),
+        pytest.param("save behind", "disk", 3, marks=pytest.mark.slow),
         ("export", "none", 3),
         ("load", "disk/disk", 5),
     ],

@@ -11,7 +11,7 @@ from tests.oracle import Run, program
 EVERY_RANK = {"ranks": (1, 2, 3, 4)}
 
 
-@program(more={**EVERY_RANK, "wire": ("none", "int8")}, exact=True)
+@program(strength=2, more={**EVERY_RANK, "wire": ("none", "int8")}, exact=True)
 def plain(run: Run) -> None:
     """Three layers of 15 features: spans that need padding on any number of ranks."""
     model = run.build(lambda: mlp(15))
@@ -25,7 +25,7 @@ def plain(run: Run) -> None:
         run.see(loss, "loss")
 
 
-@program(more=EVERY_RANK)
+@program(strength=2, more=EVERY_RANK)
 def gpt2_clipped_and_accumulated(run: Run) -> None:
     model = run.build(gpt2)
     optimizer = adamw(model)
@@ -54,22 +54,22 @@ def _labelled(run: Run, model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-@program
+@program(strength=2)
 def bert_with_a_frozen_layer(run: Run) -> None:
     _labelled(run, run.build(bert))
 
 
-@program
+@program(strength=2)
 def t5_shared_embedding(run: Run) -> None:
     _labelled(run, run.build(t5))
 
 
-@program
+@program(strength=2)
 def llama_grouped_heads(run: Run) -> None:
     _labelled(run, run.build(llama))
 
 
-@program(reference="average")
+@program(strength=2, reference="average")
 def two_forwards_one_backward(run: Run) -> None:
     model = run.build(lambda: LanguageModel(root=True))
     optimizer = sgd(model)
@@ -81,7 +81,7 @@ def two_forwards_one_backward(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program(more={"debug": (False, True)})
+@program(strength=2, more={"debug": (False, True)})
 def clip_by_value(run: Run) -> None:
     model = run.build(mlp)
     optimizer = sgd(model)
@@ -93,7 +93,7 @@ def clip_by_value(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program
+@program(strength=2)
 def clip_by_torch(run: Run) -> None:
     model = run.build(lambda: LanguageModel(tied=True))
     optimizer = sgd(model)
@@ -106,7 +106,7 @@ def clip_by_torch(run: Run) -> None:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
-@program
+@program(strength=2)
 def evaluates_between_steps(run: Run) -> None:
     model = run.build(mlp)
     optimizer = sgd(model)
