@@ -6,13 +6,14 @@ Four ranks are two nodes of two, by the names of their hosts.
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from tests.kit.injection import instead
 from tests.models import gpt2, sgd
 from tests.oracle import Run, program
 from tests.programs.accessors import full_parameter, set_full_parameter
@@ -44,7 +45,7 @@ def within_budget(
     if run.is_plain:
         yield run.shard(model, optimizer), optimizer
         return
-    with mock.patch("socket.gethostname", return_value="aabb"[run.rank]):
+    with instead(socket, gethostname=lambda real: "aabb"[run.rank]):
         run.shard(model, optimizer, **config)
         probe = run.trained.pop().engine
         need = next(row for row in probe.report().tiers if (row.tier, row.kind) == ("device", "all")).predicted_peak
