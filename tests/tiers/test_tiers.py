@@ -304,6 +304,7 @@ def test_host_memory_is_given_back_with_its_last_tensor() -> None:
     assert link.empty(0, torch.bfloat16).shape == (0,)
     assert link.empty(1000, torch.bfloat16).data_ptr() % ALIGN_BYTES == 0
     assert link.page_locked_bytes == 0
+    gc.collect()
     before = resident_bytes()
     memory = link.empty(16 << 20, torch.float32).fill_(1)
     part, storage = memory[5:], memory[3:7].untyped_storage()
