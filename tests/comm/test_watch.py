@@ -9,8 +9,6 @@ import pdb
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +24,7 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.comm.watch import SLOW
 from tests.kit.common import batch, gpt2, optimizer_for
-from tests.kit.pool import RankPool, free_port
+from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
 STALL_S = 3.0
@@ -461,58 +459,6 @@ def test_how_long_an_error_takes(capsys):
             assert took_s <= stall_s + 5
     with capsys.disabled():
         print("\n" + "\n".join(figures))
-
-
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-from tests.comm.test_watch import Loop
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-loop = Loop(rank, 2, None)
-for step in range(4):
-    if step == 2 and rank == 1:
-        match sys.argv[1]:
-            case "exit":
-                sys.exit(0)
-            case "error":
-                raise ValueError("of the program")
-            case "memory":
-                raise torch.OutOfMemoryError("of the device")
-    loop.train(step)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "code", "words"),
-    [
-        ("exit", 0, "after 2 steps"),
-        ("error", 1, "after 2 steps: ValueError: of the program"),
-        ("memory", 1, "after 2 steps: OutOfMemoryError: of the device"),
-    ],
-)
-def test_a_program_that_ends_on_one_rank(how, code, words, tmp_path):
-    """Real interpreters: the others are told what ended it, though its process is gone."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    root = str(Path(__file__).parents[2])
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": root}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "program.py"), how],
-            env={**os.environ, **world, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[1].returncode == code, said[1]
-    assert "StallError" in said[0]
-    assert re.search(f"rank 1:? has ended, or let go of the model, {words}", said[0]), said[0]
 
 
 def with_a_full_store(rank: int, world: int, folder: Path) -> list[str]:
