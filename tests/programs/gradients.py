@@ -231,7 +231,7 @@ def assigned(run: Run) -> None:
 
 def _accumulate(run: Run, defer: bool) -> None:
     model = run.trained_model(Odd)
-    for step in range(2):
+    for _ in range(2):
         run.loss(4 * step).backward()
         with run.no_sync(model, defer=defer):
             run.loss(4 * step + 1).backward()
@@ -381,4 +381,16 @@ def hooks_scale_what_two_parameters_were_given(run: Run) -> None:
     for t in range(3):
         (model(run.inputs(t, 16, 16)) + model.a + model.b).backward(gradient)
         run.see(gradient, "the program's tensor")
+        run.update()
+
+
+@program(reference="average")
+def small_gradients_after_a_large_one(run: Run) -> None:
+    """What `no_sync` holds is added up in float32: bfloat16 would lose each of the small ones."""
+    model = run.trained_model(lambda: nn.Linear(16, 16, bias=False))
+    for _ in range(2):
+        for scale in [1.0, *[0.0035] * 32]:
+            with run.no_sync(model):
+                (scale * model(torch.ones(1, 16)).sum()).backward()
+        (0.0035 * model(torch.ones(1, 16)).sum()).backward()
         run.update()
