@@ -231,7 +231,7 @@ def assigned(run: Run) -> None:
 
 def _accumulate(run: Run, defer: bool) -> None:
     model = run.trained_model(Odd)
-    for _ in range(2):
+    for step in range(2):
         run.loss(4 * step).backward()
         with run.no_sync(model, defer=defer):
             run.loss(4 * step + 1).backward()
