@@ -28,6 +28,10 @@ LONG = ("test_programs.py", "torture", "scripts", "huggingface", "runtime", "ran
 """Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pairs", action="store_true", help="programs meet every pair of values of their settings")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest's processes share the tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {folder: place for place, folder in enumerate(LONG)}

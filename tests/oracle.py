@@ -73,10 +73,12 @@ class Program:
     exact: bool = False
     strength: int = 1
 
-    def rows(self, everything: bool) -> dict[int, list[Setting]]:
-        """By number of ranks: every valid row, or a set of them with every combination of `strength` values."""
+    def rows(self, strength: int | None = None) -> dict[int, list[Setting]]:
+        """By number of ranks: rows with every combination of `strength` values, or of as many as the program's own says; 0:
+        every valid row."""
         rows = product(self.factors, self.accept)
-        chosen = rows if everything else covering(rows, self.strength, self.name)
+        strength = self.strength if strength is None else strength
+        chosen = covering(rows, strength, self.name) if strength else rows
         return {ranks: of for ranks in FACTORS["ranks"] if (of := [row for row in chosen if row.ranks == ranks])}
 
     def refusal(self, setting: Setting) -> Refused | None:

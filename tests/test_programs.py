@@ -13,9 +13,9 @@ from tests.programs import PROGRAMS
 pytestmark = pytest.mark.gloo
 
 
-def check(pools: dict[int, RankPool], name: str, everything: bool) -> list[str]:
+def check(pools: dict[int, RankPool], name: str, strength: int | None = None) -> list[str]:
     wrong = []
-    for world, rows in PROGRAMS[name].rows(everything).items():
+    for world, rows in PROGRAMS[name].rows(strength).items():
         with fresh_folder() as folder:
             limit_s = WORLD_LIMIT_S + len(rows)
             try:
@@ -34,14 +34,14 @@ def check(pools: dict[int, RankPool], name: str, everything: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program(pools: dict[int, RankPool], name: str) -> None:
-    """Rows that together hold every pair of values."""
-    if wrong := check(pools, name, everything=False):
+def test_program(pools: dict[int, RankPool], name: str, pytestconfig: pytest.Config) -> None:
+    """Rows that together hold every value; with `--pairs`, every pair of values."""
+    if wrong := check(pools, name, 2 if pytestconfig.getoption("--pairs") else None):
         pytest.fail("\n".join(wrong), pytrace=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_under_every_row(pools: dict[int, RankPool], name: str) -> None:
-    if wrong := check(pools, name, everything=True):
+    if wrong := check(pools, name, 0):
         pytest.fail("\n".join(wrong), pytrace=False)

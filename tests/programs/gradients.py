@@ -394,3 +394,17 @@ def small_gradients_after_a_large_one(run: Run) -> None:
                 (scale * model(torch.ones(1, 16)).sum()).backward()
         (0.0035 * model(torch.ones(1, 16)).sum()).backward()
         run.update()
+
+
+@program(more={"ranks": (1, 2)})
+def read_by_numpy(run: Run) -> None:
+    """As loggers do; arrays that are kept keep their values."""
+    model = run.trained_model(TwoSquares)
+    kept = []
+    for t in range(3):
+        for micro in range(2):
+            model(run.inputs(2 * t + micro, 16, 16)).square().mean().backward()
+        kept.append([p.grad.numpy() for p in model.parameters()])
+        run.update()
+    for arrays in kept:
+        run.see(torch.stack([torch.from_numpy(array).norm() for array in arrays]), "norms of kept arrays")

@@ -263,7 +263,10 @@ class SpanGradients:
 
     def drop_bucket(self) -> None:
         if self._bucket_there_bytes and self._bucket_storage is not None:
-            self._bucket_storage.resize_(0)
+            if self._bucket_storage.resizable():
+                self._bucket_storage.resize_(0)
+            else:  # the program has the memory, too (`p.grad.numpy()`): it keeps that, and the next gradients get another
+                self._bucket, self._bucket_storage, self._bucket_views = None, None, []
             self.account.now[self._bucket_kind] -= self._bucket_there_bytes
             self._bucket_there_bytes = 0
 
