@@ -167,11 +167,15 @@ def written_between_forward_and_backward(run: Run) -> None:
                 model(input_ids=torch.full((1, 4), 10**6), labels=torch.zeros(1, 4, dtype=torch.long))
 
         one_step(run, model, optimizer, 0, 1)
-        # Not `weight.data.mul_(0.5)`: backward computes with it, and in most steps it is lost behind the optimizer's step.
+
+        def halve() -> None:
+            weight.data.mul_(0.5)
+
         acts = [
+            halve, halve,
             lambda: assign(0.02), assign_and_read,
             lambda: set_full_parameter(run, weight, values(0.03)), halve_as_one,
-            lambda: run.save(model), offload_and_reload, speak, fail,
+            lambda: run.save(model), halve, offload_and_reload, halve, speak, halve, fail,
         ]  # fmt: skip
         for number, act in enumerate(acts, start=2):
             step(number, act)

@@ -390,3 +390,17 @@ def one_write_after_another(run: Run) -> None:
     model.load_state_dict({name: seeded(p, 3) for name, p in Odd().state_dict().items()}, strict=True)
     run.step(1)
     see_weights(run, model, "loaded:")
+
+
+@program(only=FP32, reference="average")
+def data_between_forward_and_backward(run: Run) -> None:
+    """Torch does not count it. The backward computes with it, and the step starts from it; in some steps, and after others."""
+    model = run.mlp(depth=4)
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    for t in range(9):
+        loss = run.loss(t)
+        if t in (2, 3, 5, 8):
+            weights[t % len(weights)].data.mul_(0.5)
+        loss.backward()
+        run.see(loss, "loss")
+        run.update()
