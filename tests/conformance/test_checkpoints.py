@@ -228,3 +228,39 @@ def written(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_checkpoints(world: int, pools: dict[int, RankPool], written: Path) -> None:
     pools[world].run(read, written, timeout_s=250)
+
+
+def long_arrays(rank: int, world: int, folder: Path, setting: Setting, writes: bool) -> list[Tensor]:
+    """Arrays of 12 MB, which are written and read in several segments. Return what rank 0 has of them."""
+    torch.manual_seed(int(writes))
+    model = nn.Linear(1537, 2003)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(**setting.config(str(folder / "tier"))))
+    if writes:
+        model(torch.randn(2, 1537)).square().mean().backward()
+        optimizer.step()
+        engine.save(folder / "saved", max_shard_size="5MB")
+    else:
+        engine.load(folder / "saved")
+    found = [
+        *model.state_dict().values(),
+        *(each["momentum_buffer"] for each in optimizer.state_dict()["state"].values()),
+    ]
+    return [value.clone() for value in found] if rank == 0 else []
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [
+        (Setting(2, 3, "cpu/disk"), Setting(3, 1)),
+        (Setting(3, 2), Setting(2, 3, "disk/disk")),
+        (Setting(1, 0), Setting(2, 3)),
+    ],
+)
+def test_arrays_of_several_segments(wrote: Setting, reads: Setting, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    expected = pools[wrote.ranks].run(long_arrays, tmp_path, wrote, True)[0]
+    found = pools[reads.ranks].run(long_arrays, tmp_path, reads, False)[0]
+    assert len(found) == len(expected) == 4
+    for ours, theirs in zip(found, expected):
+        assert torch.equal(ours, theirs)
+        assert ours.std() > 0
