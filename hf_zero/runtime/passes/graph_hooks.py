@@ -186,7 +186,9 @@ class Backward:
         if not self.sync:
             self.puts_off = not self.sends
         self.callbacks.before_backward()  # before the agreement, of which the edits that it finds are a part
-        for trace in self.current.looks:  # what was written since, also through `.data`: later it passes for what was gathered
+        for (
+            trace
+        ) in self.current.looks:  # what was written since, also through `.data`: later it passes for what was gathered
             trace.unit.look_over()
         self.order.begin(self.sync, self.sends, self.current.start_of)
         if self._again and self.current.frees:  # what it saves of parameters is not told to `Pass.saved`
