@@ -394,7 +394,7 @@ def one_write_after_another(run: Run) -> None:
 
 @program(only=FP32, reference="average")
 def data_between_forward_and_backward(run: Run) -> None:
-    """Torch does not count it. The backward computes with it, and the step starts from it; in some steps, and after others."""
+    """Torch does not count such a write. Backward computes with the new values, and the step starts from them."""
     model = run.mlp(depth=4)
     weights = [p for p in model.parameters() if p.dim() > 1]
     for t in range(9):

@@ -186,9 +186,9 @@ class Backward:
         if not self.sync:
             self.puts_off = not self.sends
         self.callbacks.before_backward()  # before the agreement, of which the edits that it finds are a part
-        for (
-            trace
-        ) in self.current.looks:  # what was written since, also through `.data`: later it passes for what was gathered
+        # Write back what user code has written since the forward, also through `.data`. After the next gather such a write could
+        # not be told from gathered values.
+        for trace in self.current.looks:
             trace.unit.look_over()
         self.order.begin(self.sync, self.sends, self.current.start_of)
         if self._again and self.current.frees:  # what it saves of parameters is not told to `Pass.saved`
