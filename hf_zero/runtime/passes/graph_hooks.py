@@ -186,8 +186,8 @@ class Backward:
         if not self.sync:
             self.puts_off = not self.sends
         self.callbacks.before_backward()  # before the agreement, of which the edits that it finds are a part
-        # Write back what user code has written since the forward, also through `.data`. After the next gather such a write could
-        # not be told from gathered values.
+        # Write back what user code has written since the forward, also through `.data`. After the next gather such a write
+        # could not be told from gathered values.
         for trace in self.current.looks:
             trace.unit.look_over()
         self.order.begin(self.sync, self.sends, self.current.start_of)
