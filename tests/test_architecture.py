@@ -314,6 +314,35 @@ def test_stages_are_compared_only_in_config() -> None:
     assert not found, f"a stage is compared at {', '.join(found)}; ask config.STAGES or ZeroConfig.policy"
 
 
+FACTORIES = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "eye",
+}
+
+
+def test_new_tensors_name_their_device() -> None:
+    """A program may have called `torch.set_default_device`: what the package creates for itself is where it says."""
+    found = [
+        at(module, node)
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and dotted(node.func) in {f"torch.{name}" for name in FACTORIES}
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not found, f"tensors on the default device at {', '.join(found)}"
+
+
 @pytest.mark.parametrize("module", SOURCES)
 def test_house_rules(module: str) -> None:
     tree = trees()[module]

@@ -367,7 +367,11 @@ def unscalar(value: Any, like: Any) -> Any:
     if isinstance(value, dict) and "tensor" in value:
         shape, dtype = value.get("shape", []), dtype_of(value["dtype"])
         one = value["tensor"]
-        return torch.empty(shape, dtype=dtype) if one is None else torch.tensor(one, dtype=dtype).reshape(shape)
+        return (
+            torch.empty(shape, dtype=dtype, device="cpu")
+            if one is None
+            else torch.tensor(one, dtype=dtype, device="cpu").reshape(shape)
+        )
     if isinstance(value, dict) and "tuple" in value:
         return tuple(unscalar(value["tuple"], None))
     if isinstance(value, list):

@@ -181,7 +181,7 @@ class _Files:
 
     @cached_property
     def _scratch(self) -> Tensor:
-        return torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
+        return torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class Reader(_Files):
@@ -218,7 +218,7 @@ class Reader(_Files):
 
     def whole(self, stored: Stored) -> Tensor:
         """One tensor, in its own type and shape, on CPU."""
-        value = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
+        value = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device="cpu")
         self._fill_elements(Range(stored, 0, value.view(-1)))
         return value
 
@@ -259,7 +259,7 @@ class Reader(_Files):
 
     @cached_property
     def _segment(self) -> Tensor:
-        return torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
+        return torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device="cpu")
 
     def _checked(self, path: Path, segment: Segment) -> memoryview:
         data = bytes_of(self._segment)[: segment[1]]

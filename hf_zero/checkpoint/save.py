@@ -207,7 +207,11 @@ class Saving:
             )
         with on_all_ranks(self._wire, f"copying what is to be saved to {self.target}"):
             total = sum(_padded(item.length) for item in self._ranges)
-            memory = slab if slab is not None and slab.numel() >= total else torch.empty(total, dtype=torch.uint8)
+            memory = (
+                slab
+                if slab is not None and slab.numel() >= total
+                else torch.empty(total, dtype=torch.uint8, device="cpu")
+            )
             at = 0
             for item in self._ranges:
                 place = memory[at : at + item.length].view(item.dtype)
@@ -270,7 +274,7 @@ class Saving:
         for name in conversion.sources:
             spec = conversion.parameters.spec(name)
             dtype = dtype_of(spec.master_dtype)
-            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=dtype)
+            value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=dtype, device="cpu")
             for rank, part in conversion.parameters.shares(name):
                 mine = None
                 if self._wire.rank == rank:
@@ -278,7 +282,7 @@ class Saving:
                         mine = part.source()
                     except ZeroError as error:  # rank 0 waits for something all the same
                         failure = failure or error
-                        mine = torch.zeros(part.numel, dtype=dtype)
+                        mine = torch.zeros(part.numel, dtype=dtype, device="cpu")
                 self._wire.carry(mine, value[part.here], rank)
             if self._wire.rank == 0:
                 whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
@@ -302,11 +306,11 @@ class Saving:
         mine = self._wire.rank == rank
         plan = [(item.stored.file, item.offset, item.length) for item in self._ranges] if mine else None
         plans: list[tuple[Path, int, int]] = self._wire.exchange(plan)[rank]
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for index, (file, offset, length) in enumerate(plans):
             for start in range(0, length, SEGMENT_BYTES):
                 count = min(SEGMENT_BYTES, length - start)
-                data = torch.empty(count if mine or self._wire.rank == 0 else 0, dtype=torch.uint8)
+                data = torch.empty(count if mine or self._wire.rank == 0 else 0, dtype=torch.uint8, device="cpu")
                 try:
                     if mine and failure is None:
                         item = self._ranges[index]

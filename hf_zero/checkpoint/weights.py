@@ -388,8 +388,14 @@ def random_states() -> dict[str, Any]:
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     out: dict[str, Any] = {
-        "python": [version, torch.tensor(state, dtype=torch.int64), gauss],
-        "numpy": [kind, torch.tensor(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(cached)],
+        "python": [version, torch.tensor(state, dtype=torch.int64, device="cpu"), gauss],
+        "numpy": [
+            kind,
+            torch.tensor(np.asarray(keys, dtype=np.int64), device="cpu"),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -298,7 +298,7 @@ def _simulated(
             f"--batch {batch:,} of --sequence {options.sequence:,} tokens is more than {_MOST_TOKENS:,} tokens, which one "
             "process here would have to hold: choose less"
         )
-    ids = torch.zeros(batch, options.sequence, dtype=torch.long)
+    ids = torch.zeros(batch, options.sequence, dtype=torch.long, device="cpu")
     # NaN in what nobody filled is none.
     with _within_memory(), absent_ranks(ranks), Valueless(), torch.autograd.set_detect_anomaly(False):
         model = type(empty)(empty.config).train()

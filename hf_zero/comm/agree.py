@@ -172,7 +172,7 @@ def same_values(wire: SoloWire, named: Iterable[tuple[str, Tensor]], fingerprint
         return
     prints = torch.stack([fingerprint(value) for _, value in values]).cpu()
     everyone: list[Tensor] = wire.exchange(prints)
-    differs = torch.zeros(len(values), dtype=torch.bool)
+    differs = torch.zeros(len(values), dtype=torch.bool, device="cpu")
     for theirs in everyone[1:]:
         differs |= (theirs != everyone[0]).any(dim=1)
     if not bool(differs.any()):

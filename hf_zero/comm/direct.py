@@ -88,7 +88,7 @@ class Direct:
             begin, width = cuts[self.rank], source.element_size()
             mine = source[begin : cuts[self.rank + 1]]
             numel, piece = mine.numel(), PIECE_BYTES // width
-            others = torch.empty((self.size - 1, min(piece, numel)), dtype=source.dtype).unbind()
+            others = torch.empty((self.size - 1, min(piece, numel)), dtype=source.dtype, device="cpu").unbind()
             rows = dict(zip(addresses, others))
             for start in range(0, numel, piece):
                 stop = min(start + piece, numel)

@@ -302,7 +302,7 @@ class PairWire(GroupWire):
         before, self._asked = self._asked, None
         if before is not None:  # an exception has left it unanswered
             before.wait()
-        rows = torch.tensor([values] * self.size, dtype=torch.int32)
+        rows = torch.tensor([values] * self.size, dtype=torch.int32, device="cpu")
         self.traffic.moved("agree", len(values) * 4 * (self.size - 1))
         tag, group = self._first_tag + _TAGS_EACH - 1 - at_end, self.group
         try:
@@ -415,7 +415,7 @@ class PairWire(GroupWire):
         return Inflight((), sends, finish)
 
     def _receive(self, source: Tensor, numel: int, tag: int, span: int) -> tuple[list[Any], list[Tensor]]:
-        landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype)
+        landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype, device="cpu")
         parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
         group, traffic, watch = self.group, self.traffic, self.watch
         try:
@@ -560,7 +560,7 @@ def _interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
 
 
 def home_device() -> torch.device:

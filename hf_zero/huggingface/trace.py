@@ -217,7 +217,7 @@ def _as_stored(value: Tensor, stand_in: Tensor) -> Tensor:
     numel = stand_in.untyped_storage().nbytes() // stand_in.element_size()
     if value.is_contiguous() and stand_in.is_contiguous() and numel == value.numel():
         return value.reshape(-1)
-    flat = torch.empty(numel, dtype=value.dtype)
+    flat = torch.empty(numel, dtype=value.dtype, device="cpu")
     flat.as_strided(stand_in.shape, stand_in.stride(), stand_in.storage_offset()).copy_(value)
     return flat
 

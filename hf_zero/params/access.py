@@ -109,7 +109,9 @@ def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -
                 if value is None:
                     return None
                 if not sliced:
-                    value = torch.as_tensor(value).detach().clone()
+                    if not isinstance(value, Tensor):
+                        value = torch.tensor(value, device="cpu")
+                    value = value.detach().clone()
                     return value.view(-1) if place.flat.wholes is not None and value.dim() and not whole else value
                 of = state_of(optimizer, name)
         return place.whole(of) if whole else place.local(of).clone()

@@ -174,7 +174,7 @@ class Init:
         self.align_random_states()
         self._thread = threading.get_ident()
         if self.init == "fast":
-            self._seed = int(torch.randint(0, 2**62, ()).item())
+            self._seed = int(torch.randint(0, 2**62, (), device="cpu").item())
             self._generators.clear()
         with ExitStack() as stack:
             stack.enter_context(freeing_at_once())

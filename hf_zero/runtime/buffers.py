@@ -268,7 +268,7 @@ class Buffers:
         device = getattr(self._wire, "device", torch.device("cpu"))
         message = torch.zeros(end + len(sizes), dtype=torch.uint8, device=device)
         if self._wire.rank == 0:
-            message[end:].copy_(torch.tensor(fits, dtype=torch.uint8))
+            message[end:].copy_(torch.tensor(fits, dtype=torch.uint8, device="cpu"))
             for buffer, start, size, good in zip(buffers, starts, sizes, fits):
                 if buffer is not None and good:
                     message[start : start + size].copy_(_bytes(buffer))

@@ -186,7 +186,7 @@ class Engine(EngineNames):
             `step_in_backward`, where gradients are not kept).
         """
         if self.config.step_in_backward and max_norm == float("inf"):
-            return torch.tensor(float("nan"))  # the gradients are gone
+            return torch.tensor(float("nan"), device="cpu")  # the gradients are gone
         self.offload.refuse_clipping("clip_grad_norm_")
         with self.wire.watch.doing("clip_grad_norm_()"):
             self.training.flush()

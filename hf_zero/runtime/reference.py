@@ -83,7 +83,9 @@ class Reference:
             place.flat.notice_cleared()
             if name not in self._grads:
                 self._grads[name] = _wide(place.local(gradient_of))
-                self._local[name] = torch.zeros(place.slot.spec.numel, dtype=_wide_of(place.flat.master_dtype))
+                self._local[name] = torch.zeros(
+                    place.slot.spec.numel, dtype=_wide_of(place.flat.master_dtype), device="cpu"
+                )
             for part in place.flat.local_parts(place.at):
                 self._local[name] += _wide(part.reshape(-1))
 

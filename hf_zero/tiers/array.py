@@ -172,7 +172,7 @@ class OnDisk:
         return self
 
     def zero_(self) -> OnDisk:
-        return self.copy_(torch.zeros((), dtype=self.dtype).expand(self._shape))
+        return self.copy_(torch.zeros((), dtype=self.dtype, device="cpu").expand(self._shape))
 
     @property
     def _chunk_numel(self) -> int:

@@ -62,7 +62,7 @@ def sample(values: Tensor) -> int:
 def _weights(device: torch.device) -> Tensor:
     """A large odd number for each place in a block: exchanged values give another sum."""
     generator = torch.Generator().manual_seed(0x9E3779B9)
-    return (torch.randint(0, 2**62, (_BLOCK_BYTES,), generator=generator) * 2 + 1).to(device)
+    return (torch.randint(0, 2**62, (_BLOCK_BYTES,), generator=generator, device="cpu") * 2 + 1).to(device)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         data: Any = bytes_of(tensor.detach().contiguous().view(-1))
         digest = xxhash.xxh3_128_digest(data)
-        return torch.tensor(struct.unpack("<qq", digest), dtype=torch.int64)
+        return torch.tensor(struct.unpack("<qq", digest), dtype=torch.int64, device="cpu")
     return mixed_sums(tensor)
 
 

@@ -229,7 +229,7 @@ class Storage:
         return memory[:needed].view(dtype)
 
     def give_back(self, memory: Tensor) -> None:
-        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.untyped_storage())
         with self._lock:  # the largest stay: they fit whatever comes
             free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)
             self._free = free[:KEPT_BUFFERS]

@@ -117,3 +117,20 @@ def evaluates_between_steps(run: Run) -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             run.see(model(torch.ones(2, 16)), "evaluation")
+
+
+@program(more={"ranks": (1, 2)})
+def default_device_elsewhere(run: Run) -> None:
+    """The program has told torch to create tensors on another device (`torch.set_default_device`) than the model's."""
+    model = run.mlp(sgd)
+    for step in range(4):
+        batch = inputs(run.rank, step)
+        with torch.device("meta"):
+            model(batch).square().mean().backward()
+            norm = run.clip_grad_norm_(model, 0.5)
+            run.update()
+            if step == 1:
+                run.save(model)
+            if step == 2:
+                run.load(model)
+        run.see(norm, "norm")

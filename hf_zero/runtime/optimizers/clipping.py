@@ -278,7 +278,7 @@ def square_sum(parts: Sequence[Tensor]) -> Tensor:
     if rows:
         sums.append(torch.cat(rows).sum())
     if not sums:  # nothing but parameters without elements
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     return sums[0] if len(sums) == 1 else torch.stack([value.cpu() for value in sums]).sum()
 
 

@@ -346,7 +346,7 @@ class Stepper:
     def _cast(self, grad: Tensor, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self._scratch is None or self._scratch.dtype != dtype:
             self._own(self._sizes.block_numel * dtype.itemsize - (0 if self._scratch is None else self._scratch.nbytes))
-            self._scratch = torch.empty(self._sizes.block_numel, dtype=dtype)
+            self._scratch = torch.empty(self._sizes.block_numel, dtype=dtype, device="cpu")
         out = self._scratch[: grad.numel()]
         if coefficient is None:
             return out.copy_(grad)
@@ -361,7 +361,7 @@ class Stepper:
             return known
         if on_disk:
             return self.storage.link.empty(numel, value.dtype, travels=False)
-        return torch.empty(numel, dtype=value.dtype)
+        return torch.empty(numel, dtype=value.dtype, device="cpu")
 
     # Ring of records ---------------------------------------------------------------------------------------------------
 
@@ -463,4 +463,4 @@ def _claims(flat: Flat, twin: Twin) -> Iterable[Claimed]:
         if found is not None:
             yield Claimed(flat, shard, *found, present)
         elif flat.wholes and twin.steps_without_gradient and shard.is_offloaded:
-            yield Claimed(flat, shard, torch.empty(0), None, None, [False] * len(flat.params))
+            yield Claimed(flat, shard, torch.empty(0, device="cpu"), None, None, [False] * len(flat.params))

@@ -88,7 +88,7 @@ class Twin:
         counts: Counts | None = None,
     ) -> None:
         self._kind = type(optimizer)
-        self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1)]}])
+        self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
         options_of = _own_options if wholes else partial(_host_options, fuse=fuse)
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._counts = counts
@@ -187,7 +187,10 @@ def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], oth
     def refused(given: Mapping[str, Any]) -> str | None:
         build: Any = type(optimizer)
         try:
-            build([nn.Parameter(torch.zeros(1))], **{key: value for key, value in given.items() if key in known})
+            build(
+                [nn.Parameter(torch.zeros(1, device="cpu"))],
+                **{key: value for key, value in given.items() if key in known},
+            )
         except Exception as error:  # a constructor refuses with whatever its author chose
             return f"{type(error).__name__}: {error}"
         return None
@@ -202,8 +205,8 @@ def options_added(optimizer: torch.optim.Optimizer) -> set[str]:
     found: set[str] = set()
     with suppress(Exception):  # whatever a user's optimizer raises on a stretch that is no parameter of its own
         for group in optimizer.param_groups:
-            param = nn.Parameter(torch.zeros(7))
-            param.grad = torch.ones(7)
+            param = nn.Parameter(torch.zeros(7, device="cpu"))
+            param.grad = torch.ones(7, device="cpu")
             twin = copy_of(optimizer, [{**options_of(group), "params": [param]}])
             type(optimizer).step(twin)
             found |= set(twin.param_groups[0]) - set(group)
@@ -219,7 +222,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:
                 str(key): is_elementwise(key, value, numel)
                 for index in range(len(optimizer.param_groups))
                 for key, value in Twin(optimizer, fuse=False)
-                .step(index, torch.zeros(numel), torch.ones(numel), {})
+                .step(index, torch.zeros(numel, device="cpu"), torch.ones(numel, device="cpu"), {})
                 .items()
             }
     except Exception:  # whatever a user's optimizer raises on a stretch that is no parameter of its own

@@ -293,7 +293,7 @@ class _Trial:
     def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: tuple[int, ...]) -> None:
         generator = torch.Generator().manual_seed(0)
         device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-        self._values = [torch.randn(shape, generator=generator).to(device) for _ in range(_STEPS + 1)]
+        self._values = [torch.randn(shape, generator=generator, device="cpu").to(device) for _ in range(_STEPS + 1)]
         self._optimizer = optimizer
         self._options = dict(options)
         self._tried = f"tried on a tensor of {' x '.join(map(str, shape))}"

@@ -247,6 +247,6 @@ def _sent(wire: SoloWire, own: Tensor | None, outline: _Outline, source: int, ev
     """A tensor of rank `source`, which passes it, on rank 0 or everywhere, on CPU. A collective."""
     if everywhere:
         return sent(wire, own, *outline, wire_device(wire, torch.device("cpu")), source).cpu()
-    landing = torch.empty(outline.shape, dtype=outline.dtype)
+    landing = torch.empty(outline.shape, dtype=outline.dtype, device="cpu")
     wire.carry(None if own is None else own.view(-1).view(torch.uint8), landing.view(-1).view(torch.uint8), source)
     return landing

@@ -403,7 +403,7 @@ class Birth:
     def _only_moves(self, fn: Callable[[Tensor], Tensor]) -> torch.device | None:
         """Where `fn` takes a tensor of this type to; None if it does more than that."""
         dtype, device = self._kind
-        sample = torch.arange(1, 4).to(dtype=dtype, device=device)
+        sample = torch.arange(1, 4, device="cpu").to(dtype=dtype, device=device)
         moved = fn(sample.clone())
         return moved.device if moved.dtype == dtype and torch.equal(moved.to(device), sample) else None
 

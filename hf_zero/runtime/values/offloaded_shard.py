@@ -244,7 +244,7 @@ class DiskShard(HostShard):
 
     def _placeholder(self) -> Tensor:
         value = float("nan") if self.dtype.is_floating_point else 0
-        return torch.full((), value, dtype=self.dtype).expand(self.numel)
+        return torch.full((), value, dtype=self.dtype, device="cpu").expand(self.numel)
 
     @property
     def array(self) -> DiskArray:

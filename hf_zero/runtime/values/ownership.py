@@ -172,7 +172,7 @@ def _overlap(one: _Memory, other: _Memory) -> bool:
     if one.values.is_contiguous() and other.values.is_contiguous():
         return True
     low = min(one.start, other.start)
-    taken = torch.zeros(max(one.stop, other.stop) - low, dtype=torch.bool)
+    taken = torch.zeros(max(one.stop, other.stop) - low, dtype=torch.bool, device="cpu")
     _bytes_in(taken, one, low).fill_(True)
     return bool(_bytes_in(taken, other, low).any())
 

@@ -422,7 +422,7 @@ class Slice(StandIn):
     def scale(self, factor: Any) -> Slice:
         """As the engine's own clipping: what is in host memory is scaled on its way through the step."""
         self.keeper.settle_step()
-        self.offloaded.scale(torch.as_tensor(factor))
+        self.offloaded.scale(factor if isinstance(factor, Tensor) else torch.tensor(factor, device="cpu"))
         self.keeper.wrote()
         return self
 
