@@ -87,7 +87,7 @@ class DeferredParameter(MaskedParameter):
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
         """A plain parameter: `type(p)(tensor)` is how libraries make another one of the same class."""
-        return nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
+        return nn.Parameter(torch.empty(0, device=torch.get_default_device()) if data is None else data, requires_grad)
 
     @classmethod
     def is_masked(cls, param: nn.Parameter) -> bool:
