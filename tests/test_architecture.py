@@ -314,20 +314,11 @@ def test_stages_are_compared_only_in_config() -> None:
     assert not found, f"a stage is compared at {', '.join(found)}; ask config.STAGES or ZeroConfig.policy"
 
 
-FACTORIES = {
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "tensor",
-    "as_tensor",
-    "arange",
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-    "eye",
-}
+FACTORIES = frozenset(
+    ("empty", "empty_strided", "zeros", "ones", "full", "eye", "arange", "linspace", "logspace", "tensor", "as_tensor")
+    + ("asarray", "scalar_tensor", "rand", "randn", "randint", "randperm")
+)
+"""What `torch.set_default_device` directs elsewhere."""
 
 
 def test_new_tensors_name_their_device() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import hf_zero as zero
 from tests.models import LanguageModel, adamw, bert, gpt2, ids, inputs, llama, mlp, sgd, t5, token_loss
 from tests.oracle import Run, program
 
@@ -119,18 +120,33 @@ def evaluates_between_steps(run: Run) -> None:
             run.see(model(torch.ones(2, 16)), "evaluation")
 
 
-@program(more={"ranks": (1, 2)})
+@program(more={"ranks": (1, 2), "wire": ("none", "int8"), "debug": (False, True)})
 def default_device_elsewhere(run: Run) -> None:
     """The program has told torch to create tensors on another device (`torch.set_default_device`) than the model's."""
-    model = run.mlp(sgd)
-    for step in range(4):
+    layers = run.build(mlp)
+    optimizer = sgd(layers)
+    with torch.device("meta"):
+        model = run.shard(layers, optimizer)
+    for step in range(5):
         batch = inputs(run.rank, step)
         with torch.device("meta"):
+            with run.no_sync(model):
+                model(batch).square().mean().backward()
             model(batch).square().mean().backward()
             norm = run.clip_grad_norm_(model, 0.5)
             run.update()
+            with torch.no_grad():
+                layers[0].weight.data.mul_(0.75)
+                layers[2].weight.mul_(0.75)
             if step == 1:
                 run.save(model)
-            if step == 2:
+            if step == 3:
                 run.load(model)
+            if not run.is_plain and step == 2:
+                for name, param in model.named_parameters():
+                    whole = zero.full_parameter(param)
+                    state = zero.full_optimizer_state(param, "momentum_buffer")
+                    if whole.device != param.device or state is None or state.device != param.device:
+                        raise AssertionError(f"{name} is on another device than the model")
+                zero.verify(str(run.folder / "saved"))
         run.see(norm, "norm")
