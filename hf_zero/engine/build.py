@@ -1,0 +1,101 @@
+"""Build the units of a model from its parameters, and give full parameters back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..core.layout import Layout, ParamSpec
+from ..errors import LayoutError
+from ..plan.costs import Placement
+from ..plan.plan import Drafter
+from .context import Context
+from .optimizer import Groups
+from .parameter import disown, set_raw_data
+from .span import Span
+from .unit import Unit
+
+
+def specs_of(drafter: Drafter, originals: Sequence[Groups]) -> list[list[ParamSpec]]:
+    """By unit, what the layout must know of each parameter. Which group it is in does not matter to the layout."""
+    updated = {param: 0 for groups in originals for params in groups for param in params}
+    return drafter.specs(updated)
+
+
+def build_units(
+    context: Context, drafter: Drafter, specs: Sequence[Sequence[ParamSpec]], placements: Sequence[Placement]
+) -> None:
+    """Make the units, one after another: beside the model, memory of one unit is needed at a time."""
+    for index, (group, unit_specs) in enumerate(zip(drafter.groups, specs)):
+        param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
+        spans = []
+        for layout in context.layout.units[index].spans:
+            params = [param_of[slot.spec.name] for slot in layout.slots]
+            for param in params:
+                param.grad = None
+            spans.append(Span(layout, params, context, placements[layout.index]))
+        unit = Unit(group.name, index, group.hosts, spans, context)
+        context.units.append(unit)
+        unit.release()
+        for span in spans:
+            context.wire.watch.units[span.layout.index] = unit.name
+
+
+def layout_for(drafter: Drafter, specs: list[list[ParamSpec]], shards: int, rank: int) -> Layout:
+    return drafter.layout(specs, shards).seen_from(rank)
+
+
+@torch.no_grad()
+def give_back(context: Context) -> None:
+    """Make every parameter full and plain again, in its own dtype. A collective."""
+    for unit in context.units:
+        for span in unit.spans:
+            whole = full_values(span)
+            for slot, param in zip(span.layout.slots, span.params):
+                values = whole[slot.offset : slot.stop].view(slot.spec.shape)
+                disown(param)
+                set_raw_data(param, values.to(getattr(torch, slot.spec.dtype), copy=True))
+    gc.collect()
+
+
+@torch.no_grad()
+def full_values(span: Span) -> torch.Tensor:
+    """All ranks' slices of a span in the master dtype, 1-D. A collective."""
+    whole = torch.empty(span.layout.numel, dtype=span.master_dtype, device=span.device)
+    mine = span.values().to(span.device)
+    if span.layout.shards > 1:
+        span.context.wire.gather(whole, mine, span.layout.index, span.layout.cuts).close()
+    else:
+        whole.copy_(mine)
+    return whole
+
+
+def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
+    """Return where the model computes: `wanted`, or where its parameters are.
+
+    Raises:
+        LayoutError: the parameters are on several devices, or on the meta device.
+    """
+    found: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        found.setdefault(param.device, name)
+    if len(found) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in found.items())
+        raise LayoutError(f"all parameters must be on one device, found {where}. Move the model first")
+    device, name = next(iter(found.items()))
+    if device.type == "meta":
+        raise LayoutError(f"parameter {name!r} is on the meta device and has no values. Load or initialise it first")
+    if wanted is None or wanted == device or wanted.type == device.type == "cpu":
+        return device
+    if device.type != "cpu":
+        raise LayoutError(f"the model is on {device}, and device is {wanted}. Move the model there, or to host memory")
+    return wanted
+
+
+def whole_specs(specs: Sequence[Sequence[ParamSpec]], costs: dict[str, int]) -> list[list[ParamSpec]]:
+    """The same, with the step's cost of parameters that an optimizer needs as full matrices."""
+    return [[replace(spec, step_cost=costs.get(spec.name, 0)) for spec in unit] for unit in specs]

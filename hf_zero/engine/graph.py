@@ -1,0 +1,87 @@
+"""Autograd's graph as the schedule sees it: the tensors in a module's output, and the nodes that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
+_OBJECT_DEPTH = 4
+"""How deep attributes of unknown objects are followed: a cache holds layers, which hold lists of tensors."""
+_MAX_DEPTH = 32
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists, sets, mappings, dataclasses and attributes of plain objects."""
+    if type(value) is Tensor:
+        return [value]
+    found: list[Tensor] = []
+    known: set[int] = set()
+    level, depth = [value], 0
+    while level and depth < _MAX_DEPTH:
+        deeper: list[Any] = []
+        for each in level:
+            kind = type(each)
+            if kind is Tensor:
+                found += (each,)
+            elif kind in _PLAIN:
+                continue
+            elif kind is tuple or kind is list:
+                deeper += each
+            elif kind is dict:
+                deeper += each.values()
+            elif isinstance(each, Tensor):
+                found.append(each)
+            elif isinstance(each, (tuple, list)):
+                deeper += each
+            elif id(each) not in known:
+                known.add(id(each))
+                deeper += _inside(each, depth)
+        level, depth = deeper, depth + 1
+    return found
+
+
+def _inside(value: Any, depth: int) -> list[Any]:
+    if isinstance(value, (dict, Mapping, MappingProxyType)):
+        return list(value.values())
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if isinstance(value, (nn.Module, type)) or callable(value):
+        return []
+    if is_dataclass(value):
+        return [getattr(value, each.name, None) for each in fields(value)]
+    return list(vars(value).values()) if depth < _OBJECT_DEPTH and hasattr(value, "__dict__") else []
+
+
+def nodes_of(tensors: list[Tensor], first: int) -> list[Any]:
+    """Return the autograd nodes that made these tensors, each once, but for nodes older than sequence number `first`.
+
+    Of a view also the node of its base: autograd replaces a view's node when its base is written, never the base's.
+    """
+    nodes: list[Any] = []
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is None:
+            continue
+        base = tensor._base
+        for each in (node,) if base is None else (node, base.grad_fn):
+            if each is not None and each not in nodes and each._sequence_nr() >= first:
+                nodes += (each,)
+    return nodes
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread gets. Nodes run in backward in descending order of it."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_id() -> int:
+    """The number of the backward that runs in this thread; -1 outside a backward."""
+    number: int = torch._C._current_graph_task_id()
+    return number

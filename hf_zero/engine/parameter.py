@@ -1,0 +1,224 @@
+"""The parameter class: access to values and gradients from outside the engine is an event.
+
+A parameter's C++ `data` is a view of its span's buffer, always: only its class tells whether the buffer has memory.
+
+* `ShardedParameter`: the values are readable. `data` and `grad` are Python properties over the C++ fields, so that
+  reads and assignments by user code reach the observers. Operations cost what they cost for `nn.Parameter`.
+* its `released` subclass: the values are on other ranks. Every operation asks the observers to gather the unit first;
+  without an observer that can, it raises `StateError`. Reading the buffer without memory would crash the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LayoutError, StateError
+
+if TYPE_CHECKING:
+    from .span import Span
+    from .unit import Unit
+
+_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_GRAD: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+
+_METADATA = frozenset(
+    {
+        "size", "dim", "numel", "ndimension", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
+        "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
+        "is_same_size", "is_conj", "is_neg", "dim_order", "has_names",
+    }
+)  # fmt: skip
+"""Functions of a tensor that read no values."""
+_METADATA_FIELDS = frozenset(
+    {
+        "shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "is_sparse", "is_cuda",
+        "is_cpu", "is_meta", "is_quantized", "names", "itemsize", "nbytes", "output_nr", "_version", "name",
+        "retains_grad", "is_mkldnn", "is_nested", "is_xpu", "is_mps", "is_ipu", "is_hpu", "is_xla", "is_vulkan",
+        "is_maia", "is_mtia", "is_sparse_csr", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_cdata",
+        "volatile", "grad_dtype", "_grad_fn", "_python_dispatch",
+    }
+)  # fmt: skip
+"""Properties of a tensor that read no values."""
+
+
+class Place:
+    """Where one parameter lies: its unit, its span, and its index there."""
+
+    __slots__ = ("index", "span", "unit")
+
+    def __init__(self, unit: Unit, span: Span, index: int) -> None:
+        self.unit, self.span, self.index = unit, span, index
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of a sharded model whose values are readable."""
+
+    _zero_place: Place
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        for event in self._zero_place.span.events.data_read:
+            event(self)
+        return raw_data(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        place = self._zero_place
+        if values.shape != self.shape:
+            raise LayoutError(
+                f"{place.span.name_of(place.index)!r} was assigned values of shape {tuple(values.shape)}, and has shape "
+                f"{tuple(self.shape)}. A sharded parameter keeps its shape: detach() the engine first"
+            )
+        with torch.no_grad():
+            place.span.view(place.index).copy_(values)
+        for event in place.span.events.data_assigned:
+            event(self, values)
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        raw = raw_grad(self)
+        for event in self._zero_place.span.events.grad_read:
+            return event(self, raw)
+        return raw
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        for event in self._zero_place.span.events.grad_assigned:
+            if event(self, value):
+                return
+        set_raw_grad(self, value)
+
+
+@cache
+def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
+    """The readable and the released class for parameters that were of class `kind`."""
+    readable = ShardedParameter if kind is nn.Parameter else type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
+
+    def __torch_function__(
+        cls: type[Any], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not reads_no_values(func):
+            for param in _released_in((args, kwargs or {})):
+                _gather_for(param, func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    body = {"__torch_function__": classmethod(__torch_function__), "__module__": __name__, "_zero_released": True}
+    released = type(f"Released{kind.__name__}", (readable,), body)
+    return readable, released
+
+
+def reads_no_values(func: Any) -> bool:
+    """Return whether a function of a tensor needs its shape, type and flags only."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _METADATA_FIELDS
+    if name in ("__set__", "__delete__"):
+        return getattr(func.__self__, "__name__", "") in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    return name in _METADATA
+
+
+def _released_in(value: Any) -> Iterable[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        if getattr(type(value), "_zero_released", False):
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _released_in(each)
+    elif isinstance(value, dict):
+        yield from _released_in(tuple(value.values()))
+
+
+def _gather_for(param: Any, func: Any) -> None:
+    """
+    Raises:
+        StateError: no observer gathers the unit.
+    """
+    place: Place = param._zero_place
+    for event in place.span.events.sharded_read:
+        event(place.unit)
+    if getattr(type(param), "_zero_released", False):
+        raise StateError(
+            f"{getattr(func, '__name__', func)} read {place.span.name_of(place.index)!r}, whose values are sharded over the "
+            "ranks. Read it inside zero.GatheredParameters([param]), or in the model's forward"
+        )
+
+
+# The engine's own access ----------------------------------------------------------------------------------------------
+
+
+def adopt(param: nn.Parameter, place: Place) -> None:
+    """Make `param` a `ShardedParameter` that lies at `place`."""
+    kind = original_class(param)
+    param._zero_place, param._zero_class = place, kind  # type: ignore[attr-defined]
+    param.__class__ = _classes(kind)[0]
+
+
+def original_class(param: nn.Parameter) -> type[Any]:
+    """Return the class that a parameter had before it was sharded."""
+    kind: type[Any] = param.__dict__.get("_zero_class", type(param))
+    return kind
+
+
+def disown(param: nn.Parameter) -> None:
+    """Make `param` a plain parameter again."""
+    param.__class__ = param.__dict__.pop("_zero_class")
+    del param.__dict__["_zero_place"]
+
+
+def set_released(params: Iterable[nn.Parameter], released: bool) -> None:
+    """Say whether the values of these parameters are readable."""
+    for param in params:
+        param.__class__ = _classes(param._zero_class)[released]  # type: ignore[attr-defined]
+
+
+def place_of(param: Tensor) -> Place | None:
+    """Return where a parameter lies; None if no engine has it."""
+    found: Place | None = param.__dict__.get("_zero_place")
+    return found
+
+
+def raw_data(param: Tensor) -> Tensor:
+    """The C++ `data`, without an event. Not for released parameters."""
+    out: Tensor = _DATA.__get__(param)
+    return out
+
+
+def set_raw_data(param: Tensor, values: Tensor) -> None:
+    _DATA.__set__(param, values)
+
+
+def raw_grad(param: Tensor) -> Tensor | None:
+    """The C++ `grad`: what this rank's backward has left, not reduced."""
+    if getattr(type(param), "_zero_released", False):
+        with torch._C.DisableTorchFunctionSubclass():
+            out: Tensor | None = _GRAD.__get__(param)
+            return out
+    out = _GRAD.__get__(param)
+    return out
+
+
+def set_raw_grad(param: Tensor, grad: Tensor | None) -> None:
+    if getattr(type(param), "_zero_released", False):
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(param, grad)
+    else:
+        _GRAD.__set__(param, grad)
+
+
+def take_raw_grads(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
+    """The C++ gradients of these parameters, which have none afterwards."""
+    # Before anything is sent: a later backward of this step would add in place to memory that is on its way.
+    get, put = _GRAD.__get__, _GRAD.__set__
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [get(param) for param in params]
+        for param, grad in zip(params, found):
+            if grad is not None:
+                put(param, None)
+    return found

@@ -1,0 +1,439 @@
+"""When units move: hooks on the modules that use them, and on the nodes of autograd's graph.
+
+* Forward: a unit is gathered before a module that uses it and released after; the next one is gathered one ahead.
+* Backward: a prehook on the nodes that made a module's output enters its use (`tape`): the unit is gathered, the unit of
+  the next use is gathered one ahead, and uses that the backward is done with are released and reduced.
+* End of a backward: an engine callback releases and reduces what is left, then the ranks agree on which parameters have a
+  gradient, and optimizers get theirs.
+
+Hooks stand on nodes, not on tensors and not in autograd functions: user code may write a module's input or output in place.
+Python work per step grows with units, never with parameters, but for class changes at releases.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from ..errors import StateError
+from .context import Context
+from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
+from .tape import Tape, Token, Use
+from .unit import State, Unit
+
+_REDUCES_AHEAD = 2
+"""Units whose reduce may be under way: buffers of so many are in memory."""
+
+
+class Schedule:
+    """Runs the units of one model.
+
+    Args:
+        after_sync: called when the reduced gradients of a backward are complete, the same on every rank.
+
+    Attributes:
+        sync: False inside `no_sync`.
+        lost: why gradients of this step are gone; None if they are not.
+    """
+
+    def __init__(self, context: Context, after_sync: Callable[[], None]) -> None:
+        self.context, self.units, self.events = context, context.units, context.events
+        self.frees, self._wire, self._after_sync = context.frees, context.wire, after_sync
+        self.tape = Tape()
+        self.sync = True
+        self.lost: str | None = None
+        self.in_backward = False
+        self._task = -1
+        self._needs_flush = False  # a backward inside no_sync left gradients on this rank
+        self._has_run_backward = False  # since the last step
+        self._keeps_graph = False  # the backward builds a graph of itself
+        # Forward
+        self._running: list[int] = [0] * len(self.units)
+        self._depth = 0  # of calls of the root
+        self._order: list[Unit] = []  # of uses in this forward
+        self._last_order: list[Unit] = []
+        self._tail: Unit | None = None  # the unit used last: the first that a backward needs
+        # Backward
+        self._answer: Callable[[], list[Unit]] | None = None
+        self._walk: list[Use] = []  # uses that are listed, in the order in which a backward enters them
+        self._walked = 0
+        self._entered: list[Use] = []
+        self._left: dict[Unit, int] = {}  # by unit, listed uses that are not done
+        self._to_reduce: deque[Unit] = deque()
+        self._reducing: deque[Unit] = deque()
+        self._kept: set[Unit] = set()  # gathered until the backward ends
+        self._handles: list[Any] = []
+        self._hook()
+
+    def _hook(self) -> None:
+        model, add = self.context.model, self._handles.append
+        for unit in self.units:
+            for host in unit.hosts:
+                calls: list[tuple[Use | None, int]] = []
+                before, after = partial(self._pre_forward, unit, calls), partial(self._post_forward, unit, calls)
+                add(host.register_forward_pre_hook(before, prepend=True))
+                add(host.register_forward_hook(after, always_call=True))
+        # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
+        add(model.register_forward_pre_hook(self._pre_root, prepend=True, with_kwargs=True))
+        add(model.register_forward_hook(self._post_root, always_call=True))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def _pre_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if backward_id() >= 0:
+            return
+        self.recover()
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self.context.check()
+        for event in self.events.before_forward:
+            event(args, kwargs)
+        self._running = [0] * len(self.units)
+        self._last_order, self._order = self._order, []
+
+    def _post_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if backward_id() >= 0 or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        if torch.is_grad_enabled():
+            hook = partial(_enter_root, weakref.ref(self))
+            for node in nodes_of(tensors_in(output), 0):
+                node.register_prehook(hook)
+        elif self._tail is not None:
+            self._tail.release()
+            self._tail = None
+        self._release_prefetched()
+        for event in self.events.after_forward:
+            event(output)
+
+    def _release_prefetched(self) -> None:
+        if self.frees:
+            for unit in self.units:
+                if unit is not self._tail and not self._running[unit.index] and unit not in self._kept:
+                    unit.release()
+
+    def _pre_forward(self, unit: Unit, calls: list[tuple[Use | None, int]], module: nn.Module, args: Any) -> None:
+        in_backward = backward_id() >= 0
+        if self._depth == 0 and not in_backward:  # a part of the model, called by itself
+            self.recover()
+            self.context.check()
+        tail = self._tail
+        if tail is not None and tail is not unit and not in_backward:
+            self._tail = None
+            if not self._running[tail.index]:
+                tail.release()
+        self._running[unit.index] += 1
+        if unit.state is not State.GATHERED:
+            unit.gather()
+            if self.frees and not in_backward:
+                self._prefetch(unit)
+            unit.wait()
+        elif self.frees and not in_backward:
+            self._prefetch(unit)
+        self._order.append(unit) if not in_backward else None
+        use = None
+        if torch.is_grad_enabled() and (self.frees or unit.trained):
+            # Inside a backward the forward is a recomputation: its uses are not on the tape.
+            use = Use(unit, -1) if in_backward else self.tape.open(unit)
+        calls.append((use, next_sequence_number()))
+
+    def _prefetch(self, unit: Unit) -> None:
+        """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
+        at = len(self._order)
+        if at + 1 < len(self._last_order) and self._last_order[at] is unit:
+            self._last_order[at + 1].gather()
+
+    def _post_forward(
+        self, unit: Unit, calls: list[tuple[Use | None, int]], module: nn.Module, args: Any, output: Any
+    ) -> None:
+        if not calls:
+            return
+        use, first = calls.pop()
+        in_backward = backward_id() >= 0
+        self._running[unit.index] = max(0, self._running[unit.index] - 1)
+        if use is not None:
+            token = Token(use) if in_backward else self.tape.close(use)
+            found = tensors_in(output)
+            nodes = nodes_of(found, first)
+            hook = partial(_enter, weakref.ref(self), token)
+            for node in nodes:
+                node.register_prehook(hook)
+            if not nodes and not found and output is not None and self.frees:
+                self._kept.add(unit)  # its output cannot be searched: only the end of the backward is certain
+        if not self.frees or self._running[unit.index] or unit in self._kept:
+            return
+        if not in_backward:
+            self._tail = unit
+        elif not any(each.unit is unit and not each.is_done for each in self._entered):
+            unit.release()
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def sends(self) -> bool:
+        """Whether this backward reduces gradients."""
+        return self.sync or self.context.policy.reduce_each_backward or self._wire.size == 1
+
+    def begin(self) -> None:
+        """The first hook of a backward."""
+        if self.in_backward:
+            return
+        self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
+        self._task = backward_id()
+        self._keeps_graph = torch.is_grad_enabled()
+        for event in self.events.before_backward:
+            event()
+        self._list_uses()
+        # Last: torch drops the callbacks of a backward that raises, and `recover` then cleans up.
+        Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
+
+    def _list_uses(self) -> None:
+        """Agree on what this backward may reach."""
+        self._walked, self._entered, self._to_reduce = 0, [], deque()
+        self._answer = None
+        if self.frees:
+            self._to_reduce.extend(self.tape.start_agreement(self._wire, self.units, each_use=True)())
+        elif self.sends:
+            self._answer = self.tape.start_agreement(self._wire, self.units, each_use=False)
+        else:
+            self.tape.list_reachable()
+        listed = [use for use in self.tape.uses if use.is_listed]
+        for use in listed:
+            use.is_entered = use.is_done = False
+        self._walk = sorted(listed, key=lambda use: -use.closed)
+        self._left = dict.fromkeys([use.unit for use in listed], 0)
+        for use in listed:
+            self._left[use.unit] += 1
+
+    def enter(self, use: Use) -> None:
+        """The backward comes to the output of a use."""
+        self.begin()
+        if backward_id() != self._task:
+            self._enter_nested(use)
+            return
+        if not use.is_listed:  # a graph from before the last step
+            self._need(use.unit)
+            self._kept.add(use.unit)
+            return
+        if use.is_entered:
+            if not use.is_done or not self.frees:
+                return
+            self._need(use.unit)  # passed in the order of the tape, and reached after all
+            self._kept.add(use.unit)
+            return
+        while self._walked < len(self._walk):
+            each = self._walk[self._walked]
+            self._walked += 1
+            if not each.is_entered:
+                self._arrive(each, skipped=each is not use)
+            if each is use:
+                break
+
+    def _arrive(self, use: Use, *, skipped: bool) -> None:
+        use.is_entered = True
+        for earlier in [each for each in self._entered if each.opened > use.closed]:
+            self._finish_use(earlier)
+        self._entered.append(use)
+        if not self.frees:
+            return
+        self._need(use.unit)
+        following = self._walk[self._walked] if self._walked < len(self._walk) else None
+        if following is not None and not skipped:
+            following.unit.gather()
+
+    def _need(self, unit: Unit) -> None:
+        if unit.state is not State.GATHERED:
+            unit.gather()
+            unit.wait()
+
+    def _finish_use(self, use: Use) -> None:
+        """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""
+        use.is_done = True
+        self._entered.remove(use)
+        unit = use.unit
+        self._left[unit] -= 1
+        if not self._left[unit] and self.sends:
+            self._reduce_ready()
+        if self.frees and not self._keeps_graph and unit not in self._kept and not self._running[unit.index]:
+            if not any(each.unit is unit for each in self._entered):
+                unit.release()
+
+    def _reduce_ready(self, *, all_: bool = False) -> None:
+        """Reduce units in the agreed order, as far as this rank is done with them."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._to_reduce.extend(answer())
+        while self._to_reduce and (all_ or not self._left.get(self._to_reduce[0])):
+            unit = self._to_reduce.popleft()
+            if unit.trained:
+                self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        unit.reduce()
+        self._reducing.append(unit)
+        while len(self._reducing) > _REDUCES_AHEAD:
+            self._reducing.popleft().finish_reduce()
+
+    def _enter_nested(self, use: Use) -> None:
+        """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
+        unit = use.unit
+        self._need(unit)
+        if not use.is_entered:
+            use.is_entered = True
+            self._entered.append(use)
+            Variable._execution_engine.queue_callback(partial(_end_nested, weakref.ref(self), use))
+
+    def end_nested(self, use: Use) -> None:
+        if use in self._entered:
+            self._entered.remove(use)
+            unit = use.unit
+            if self.frees and not self._left.get(unit):
+                if self.sends and unit.trained:
+                    self._reduce(unit)
+                if not any(each.unit is unit for each in self._entered) and unit not in self._kept:
+                    unit.release()
+
+    def end(self) -> None:
+        """The end of a backward."""
+        if not self.in_backward or backward_id() != self._task:
+            return
+        self._tail = None
+        while self._walked < len(self._walk):  # uses that other ranks reached, gathered with them
+            each = self._walk[self._walked]
+            self._walked += 1
+            if not each.is_entered:
+                self._arrive(each, skipped=True)
+        for use in sorted(self._entered, key=lambda each: -each.opened):
+            if use.is_listed:
+                self._finish_use(use)
+        self._entered = []
+        if not self._keeps_graph:
+            self._kept.clear()
+            self._release_prefetched()
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.sends:
+            self._reduce_ready(all_=True)
+            while self._reducing:
+                self._reducing.popleft().finish_reduce()
+            self._needs_flush = False
+            self._after_sync()
+        else:
+            self._needs_flush = True
+            for unit in self.units:
+                if unit.trained and unit.has_local_grads:
+                    unit.hold()
+        for event in self.events.after_backward:
+            event()
+        self.in_backward = False  # not before: an exception up to here is a backward that failed
+
+    def reduce_late(self, units: Sequence[Unit]) -> None:
+        """Reduce units that no agreed order had. A collective."""
+        for unit in units:
+            self._reduce(unit)
+        while self._reducing:
+            self._reducing.popleft().finish_reduce()
+
+    # Between passes ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Reduce gradients that `no_sync` or a backward without hooks left on this rank. A collective where there are any."""
+        self.recover()
+        missed = not self._has_run_backward and any(unit.trained and unit.has_local_grads for unit in self.units)
+        if not self._needs_flush and not missed:
+            return
+        sync, self.sync = self.sync, True
+        try:
+            for event in self.events.before_backward:
+                event()
+            self.in_backward = self._has_run_backward = True
+            self._to_reduce, self._left = deque(), {}
+            self._finish()
+        finally:
+            self.sync = sync
+
+    def stepped(self) -> None:
+        """The optimizer has used the gradients."""
+        self._has_run_backward = False
+        self.tape.clear()
+        if self._keeps_graph:
+            self._keeps_graph = False
+            self._kept.clear()
+            self._release_prefetched()
+
+    def quiesce(self) -> None:
+        """Nothing is gathered that the stage releases, and nothing is under way."""
+        self.recover()
+        self._tail = None
+        self._kept.clear()
+        for unit in self.units:
+            if self.frees:
+                unit.release()
+            elif unit.state is State.GATHERING:
+                unit.wait()
+
+    def recover(self) -> None:
+        """After a backward or a forward that raised: forget what it left."""
+        if backward_id() >= 0:
+            return
+        if self.in_backward:
+            self.lost = "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
+            self._answer = None
+            self._to_reduce.clear()
+            self._reducing.clear()
+            self._entered, self._walk = [], []
+            self.tape.clear()
+            self._kept.clear()
+            self._tail = None
+            for unit in self.units:
+                unit.settle_transfers()
+                for span in unit.trained:
+                    span.bucket.clear()
+                    for segment in span.segments:
+                        segment.tensor.grad = None
+                if self.frees:
+                    unit.release()
+            self.in_backward = False
+
+
+def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+    found = schedule()
+    if found is None:
+        raise StateError("a backward runs over a graph whose engine is gone: keep a reference to the engine or the model")
+    found.enter(token.use)
+
+
+def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:
+    found = schedule()
+    if found is not None:
+        if found.in_backward and backward_id() != found._task and backward_id() >= 0 and not found._entered:
+            pass
+        found.begin()
+
+
+def _end(schedule: weakref.ref[Schedule]) -> None:
+    found = schedule()
+    if found is not None:
+        found.end()
+
+
+def _end_nested(schedule: weakref.ref[Schedule], use: Use) -> None:
+    found = schedule()
+    if found is not None:
+        found.end_nested(use)

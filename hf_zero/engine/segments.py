@@ -1,0 +1,150 @@
+"""Segments: the parts of the masters that an optimizer holds in its groups.
+
+A segment is a contiguous part of one span's master slice whose parameters are in the same optimizer group and have a
+gradient in the same steps. Spans are never rebuilt: groups that change and gradients that are absent split segments, and a
+split makes views of the optimizer's state, with no copy and no communication. Segments are never merged again.
+
+For optimizers that need full matrices (`Span.is_whole`) a segment is one parameter of true shape, on the rank that owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateError
+from ..tiers.array import OnDisk, Values
+
+if TYPE_CHECKING:
+    from .span import Span
+
+
+class Segment:
+    """Elements `start` to `stop` of a span's slice.
+
+    Attributes:
+        members: indices of the parameters that have elements here, in order.
+        tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host.
+    """
+
+    __slots__ = ("members", "span", "start", "stop", "tensor")
+
+    def __init__(self, span: Span, start: int, stop: int, members: Sequence[int]) -> None:
+        self.span, self.start, self.stop, self.members = span, start, stop, list(members)
+        self.tensor = nn.Parameter(self._values(), requires_grad=span.trainable)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def here(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def is_matrix(self) -> bool:
+        """The segment is one parameter of true shape."""
+        return self.span.layout.is_whole
+
+    def _values(self) -> Tensor:
+        part: Values = self.span.master[self.start : self.stop]
+        if isinstance(part, OnDisk):
+            return torch.empty(0, dtype=part.dtype, device="cpu").expand(0)
+        return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
+
+    def rest_on(self, slice_values: Tensor) -> None:
+        """The master has other memory now: that of `slice_values`."""
+        part = slice_values[self.start : self.stop]
+        self.tensor.data = part.view(self.tensor.shape)
+
+    def show_grad(self) -> None:
+        """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
+        grad = self.span.bucket.grad
+        present = grad is not None and any(self.span.bucket.present[index] for index in self.members)
+        if grad is None or not present or isinstance(self.span.master, OnDisk):
+            self.tensor.grad = None
+            return
+        self.tensor.grad = grad[self.start : self.stop].view(self.tensor.shape)
+
+
+def first_segments(span: Span, same_group: Callable[[int, int], bool], has_group: Callable[[int], bool]) -> list[Segment]:
+    """The segments of a span that was just built.
+
+    Args:
+        same_group: whether two parameters, by index, are in the same optimizer group.
+        has_group: whether an optimizer has a parameter.
+    """
+    found: list[Segment] = []
+    for index, part in span.parts():
+        if not has_group(index):
+            continue
+        last = found[-1] if found else None
+        if last is not None and not last.is_matrix and last.stop == part.start and same_group(last.members[-1], index):
+            last.stop = part.stop
+            last.members.append(index)
+            last.tensor = nn.Parameter(last._values(), requires_grad=span.trainable)
+        else:
+            found.append(Segment(span, part.start, part.stop, [index]))
+    if found and not found[-1].is_matrix and span.layout.used_numel < span.layout.numel:
+        _take_padding(found[-1])
+    return found
+
+
+def _take_padding(segment: Segment) -> None:
+    """The last segment of the span's last rank has the padding: lengths stay multiples of what kernels like."""
+    span = segment.span
+    low, _ = span.layout.bounds(span.rank)
+    if low + segment.stop == span.layout.used_numel:
+        segment.stop = span.layout_numel
+        segment.tensor = nn.Parameter(segment._values(), requires_grad=span.trainable)
+
+
+def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:
+    """A segment's members in runs of equal `key`."""
+    runs: list[list[int]] = []
+    for index in segment.members:
+        if runs and key(runs[-1][0]) == key(index):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
+
+
+def split(segment: Segment, runs: Sequence[Sequence[int]], state: dict[str, Any]) -> list[tuple[Segment, dict[str, Any]]]:
+    """Segments for these runs of a segment's members, each with its part of the optimizer's state.
+
+    State tensors become views of the old ones, so optimizers see the same values; one value per segment (`step`) is copied.
+    """
+    out = []
+    start = segment.start
+    for number, run in enumerate(runs):
+        part = segment.span.part_of(run[-1])
+        if part is None:
+            raise StateError("a segment has a parameter of which this rank has no elements")
+        stop = segment.stop if number == len(runs) - 1 else part.stop
+        new = Segment(segment.span, start, stop, run)
+        cut = slice(start - segment.start, stop - segment.start)
+        out.append((new, {name: _part_of_state(value, segment, cut) for name, value in state.items()}))
+        start = stop
+    return out
+
+
+def _part_of_state(value: Any, segment: Segment, cut: slice) -> Any:
+    if is_elementwise(value, segment):
+        return value[cut]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def is_elementwise(value: Any, segment: Segment) -> bool:
+    """Whether a state of an optimizer has one value per element of a segment."""
+    return isinstance(value, (Tensor, OnDisk)) and value.dim() == 1 and value.numel() == segment.numel and segment.numel > 1
+
+
+def members_with(span: Span) -> Iterator[tuple[int, Segment]]:
+    """By parameter index, the segment that has its elements on this rank."""
+    for segment in span.segments:
+        for index in segment.members:
+            yield index, segment

@@ -1,0 +1,95 @@
+"""`shard(model, optimizer, config) -> Engine`: puts layout, units, schedule and optimizers together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..comm import agree
+from ..comm.codec import CODECS
+from ..comm.group_wire import open_wire
+from ..comm.hybrid import in_replicas
+from ..config import STAGES, ZeroConfig
+from ..core.precision import Precision
+from ..errors import ConfigError, RankMismatchError
+from ..plan.machine import Machine
+from ..plan.plan import Drafter, plan
+from ..plan.solve import PlanInputs
+from ..tiers.fingerprint import fingerprint
+from ..tiers.pool import Storage
+from .build import build_units, device_of, layout_for, specs_of
+from .context import Context
+from .engine import Engine
+from .observer import Events, Observer
+from .optimizer import bind, originals_of
+from .parameter import place_of
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    config: ZeroConfig | None = None,
+    observers: Sequence[Observer] = (),
+    *,
+    mixed_precision: str | None = "no",
+    device: torch.device | None = None,
+) -> Engine:
+    """Shard `model` and `optimizer` in place over the default process group. A collective.
+
+    The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
+
+    Args:
+        model: on its final device, in its final dtype.
+        optimizer: over this model's parameters, with or without state; several in a list; None to evaluate only.
+        config: the settings.
+        observers: what attaches to the engine's events. Without any, ordinary training loops work.
+        mixed_precision: `no`, `bf16` or `fp16`: the forward runs under autocast.
+        device: where to compute, for a model that is in host memory.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ConfigError: settings, or a model that is sharded already.
+        LayoutError: a model on several devices, an optimizer over other parameters.
+        RankMismatchError: ranks with different models, optimizers or settings; on every rank.
+
+    Example:
+        >>> engine = shard(model, torch.optim.AdamW(model.parameters()), ZeroConfig(stage=3))
+    """
+    config = config or ZeroConfig()
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+    precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
+    wire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
+    with wire.watch.doing("zero.shard"):
+        wire.start(config.stall_s)
+    # What one rank refuses, every rank refuses, before anything has changed.
+    with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
+        if any(place_of(param) is not None for param in model.parameters()):
+            raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        config.check_world_size(wire.size)
+        wire.codec = CODECS.get(config.wire)
+        wire = in_replicas(wire, config.replicas)
+        drafter = Drafter(model, precision, units=config.units)
+        where = device_of(model, device)
+        originals = originals_of(optimizers, drafter.names)
+        specs = specs_of(drafter, originals)
+    agree.same_structure(wire, config, mixed_precision, specs, originals, drafter.names)
+    wire.open_groups()
+    agree.same_values(wire, ((names[0], param.detach()) for param, names in drafter.names.items()), fingerprint)
+
+    shards = config.shards(wire.size)
+    policy = config.policy_for(wire.size)
+    if shards == 1 and config.offload_params == "none":
+        policy = STAGES[min(config.stage, 2)]  # nothing to release: every rank has everything
+    layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
+    storage = Storage(where, wire.rank, config.offload_dir)
+    events = Events(observers)
+    context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout)
+    made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
+    build_units(context, drafter, specs, made.placements)
+    return Engine(context, bind(optimizers, context, originals))

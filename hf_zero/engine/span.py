@@ -1,0 +1,219 @@
+"""One span on this rank: the full buffer, this rank's slice, and the master weights.
+
+* `full`: 1-D, in the compute dtype, all ranks' slices. Created once; releasing it resizes its *storage* to 0 bytes and a
+  gather fills the same storage, because autograd holds views of it (`weight.t()`) between forward and backward.
+* `local`: this rank's slice of `full`.
+* `master`: 1-D, this rank's slice in the master dtype: the only copy of the values that survives a release. It is the
+  memory of `local` where `full` is never released and both dtypes are equal. On the device, in host memory or on disk.
+* `copy`: the slice in the compute dtype, where the master is not on the device: what a gather reads.
+
+All writes go through `full`, `local` and `master`, never through a parameter, so parameters keep their version counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.codec import gather_codec
+from ..comm.inflight import DONE, Inflight
+from ..core.layout import Extent, Slot
+from ..core.layout import Span as SpanLayout
+from ..core.precision import dtype_of
+from ..plan.costs import Placement
+from ..tiers.array import Values, fetch
+from ..tiers.tier import Tier
+from .bucket import Bucket
+from .context import Context
+from .parameter import Place, adopt, original_class, raw_data, set_raw_data
+from .segments import Segment
+
+
+class Span:
+    """The values of one span of a unit.
+
+    Args:
+        layout: the integers.
+        params: in the order of `layout.slots`, with their values.
+        placement: the tier of the master and of what gathers read.
+
+    Attributes:
+        segments: contiguous parts of the master that an optimizer updates, in order.
+        bucket: this rank's gradients on their way to their owners, and the slice of the mean that this rank owns.
+        is_old: `full` does not have the masters' values. The same on every rank.
+    """
+
+    def __init__(self, layout: SpanLayout, params: Sequence[nn.Parameter], context: Context, placement: Placement) -> None:
+        self.layout, self.params, self.context = layout, list(params), context
+        self.events, self.device = context.events, context.device
+        self.rank = context.shard_rank
+        self.trainable = layout.trainable
+        self.compute_dtype, self.master_dtype = dtype_of(layout.spec.compute_dtype), dtype_of(layout.spec.master_dtype)
+        self.tier = placement.optimizer[0][0] if placement.optimizer else placement.parameters
+        self.copy_tier = placement.parameters
+        self.codec = gather_codec(layout)
+        self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
+        self.segments: list[Segment] = []
+        self.is_old = False
+        self._fill(params)
+        self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
+        self._storage = self.full.untyped_storage()
+        self.full_bytes = self.full.nbytes
+        self._gathered_bytes = 0 if self.stays else self.full_bytes
+        context.storage.ledger.device.add("gathered", self._gathered_bytes)
+        self.bucket = Bucket(self)
+
+    @torch.no_grad()
+    def _fill(self, params: Sequence[nn.Parameter]) -> None:
+        layout = self.layout
+        low, high = layout.bounds(self.rank)
+        exact = torch.empty(layout.numel, dtype=self.master_dtype, device=self.device)
+        exact[layout.used_numel :].zero_()
+        for slot, param in zip(layout.slots, params):
+            exact[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
+        self.full = exact if self.compute_dtype == self.master_dtype else exact.to(self.compute_dtype)
+        self.local = self.full[low:high]
+        self.master: Values = self._new_master(exact[low:high])
+        self.copy: Values | None = self._new_copy()
+        if self.codec is not None and self.stays:
+            for rank in range(layout.shards):  # as after every gather from now on
+                begin, end = layout.bounds(rank)
+                self.full[begin:end].copy_(self.codec.rounded(self.full[begin:end]))
+
+    def _new_master(self, values: Tensor) -> Values:
+        if self.tier is Tier.DEVICE:
+            is_local = self.stays and self.compute_dtype == self.master_dtype and self.codec is None
+            return self.local if is_local else values.clone()
+        return self.context.storage_tier(self.tier).store(values)
+
+    def _new_copy(self) -> Values | None:
+        """What a gather reads where the master is elsewhere, in the compute dtype."""
+        if self.tier is Tier.DEVICE or self.stays:
+            return None
+        if self.copy_tier is self.tier and self.compute_dtype == self.master_dtype:
+            return self.master
+        if self.copy_tier is Tier.DEVICE:
+            return self.local.clone()
+        return self.context.storage_tier(self.copy_tier).store(self.local)
+
+    # Parameters -------------------------------------------------------------------------------------------------------
+
+    def adopt_params(self, unit: object) -> None:
+        """Point the parameters at `full`, and make them report access."""
+        for index, (param, view) in enumerate(zip(self.params, self.views)):
+            adopt(param, Place(unit, self, index))  # type: ignore[arg-type]
+            set_raw_data(param, view)
+
+    def view(self, index: int) -> Tensor:
+        """One parameter's values in `full`."""
+        return self.views[index]
+
+    def name_of(self, index: int) -> str:
+        return self.layout.slots[index].spec.name
+
+    def kind_of(self, index: int) -> type[nn.Parameter]:
+        return original_class(self.params[index])
+
+    # Gather and release -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_alias(self) -> bool:
+        """The master is the memory of `local`."""
+        return isinstance(self.master, Tensor) and self.master.data_ptr() == self.local.data_ptr() and self.stays
+
+    def open(self, purpose: str) -> None:
+        """Give `full` its storage back; the values are undefined.
+
+        Raises:
+            OutOfMemoryError: the device has no memory for it.
+        """
+        if not self.stays:
+            resize = partial(self._storage.resize_, self.full_bytes)
+            self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
+            self._gathered_bytes = self.full_bytes
+
+    def load_local(self) -> Inflight:
+        """Start to fill `local` from the master, or from its copy."""
+        source = self.master if self.copy is None else self.copy
+        if isinstance(source, Tensor) and source.device == self.device and self.tier is Tier.DEVICE:
+            if not self.is_alias:
+                self.local.copy_(source)
+            return DONE
+        return self.context.storage_tier(self.copy_tier).load(source, self.local)
+
+    def gather(self) -> Inflight:
+        """Start the all-gather of the slices; `local` has this rank's values."""
+        wire, layout = self.context.wire, self.layout
+        if layout.shards == 1:
+            return DONE
+        if self.codec is not None:
+            exact = self.master if self.tier is Tier.DEVICE else self.local
+            own = fetch(exact).to(device=self.device, dtype=self.compute_dtype)
+            return wire.gather_coded(self.full, own, self.codec, layout.index)
+        return wire.gather(self.full, self.local, layout.index, layout.cuts)
+
+    def close(self) -> None:
+        """Release the memory of `full`."""
+        if not self.stays:
+            self._storage.resize_(0)
+            self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
+            self._gathered_bytes = 0
+
+    @property
+    def references(self) -> int:
+        """How many tensors have the memory of `full`."""
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        return count
+
+    @torch.no_grad()
+    def leave_storage(self) -> None:
+        """Give `full` other memory with the same values. Views that user code holds keep the old one: a snapshot."""
+        old = self._storage
+        new = torch.UntypedStorage(self.full_bytes, device=self.device)
+        if old.nbytes():
+            new.copy_(old)
+        local_is_master = self.is_alias
+        for tensor in (self.full, self.local, *self.views, *map(raw_data, self.params)):
+            tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        for param, view in zip(self.params, self.views):
+            set_raw_data(param, view)
+        self._storage = new
+        if local_is_master:
+            self.master = self.local
+            for segment in self.segments:
+                segment.rest_on(self.local)
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def values(self, start: int = 0, numel: int | None = None) -> Tensor:
+        """This rank's slice, or so many elements of it, in the master dtype, 1-D; maybe the master itself."""
+        stop = self.layout_numel if numel is None else start + numel
+        return fetch(self.master[start:stop])
+
+    @property
+    def layout_numel(self) -> int:
+        """Elements of this rank's slice."""
+        low, high = self.layout.bounds(self.rank)
+        return high - low
+
+    @torch.no_grad()
+    def write(self, start: int, values: Tensor) -> None:
+        """Write elements of this rank's slice, from `start` on. What is gathered is old afterwards."""
+        target = self.master[start : start + values.numel()]
+        target.copy_(values)
+        if self.copy is not None and self.copy is not self.master:
+            self.copy[start : start + values.numel()].copy_(values.to(self.compute_dtype))
+
+    def part_of(self, index: int) -> Extent[Slot] | None:
+        """This rank's elements of one parameter. "Here" is the slice."""
+        return self.layout.part_of(self.layout.slots[index], self.rank)
+
+    def parts(self) -> Iterator[tuple[int, Extent[Slot]]]:
+        """By index, the parameters that this rank has elements of."""
+        for index in range(len(self.params)):
+            part = self.part_of(index)
+            if part is not None:
+                yield index, part

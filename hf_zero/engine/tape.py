@@ -1,0 +1,141 @@
+"""The tape: which units the forwards since the last step used, in order, and which of these uses a backward can reach.
+
+A use is one forward of a unit that built a graph. It opens when the forward begins and closes when it ends, on one clock.
+A backward enters uses in descending order of `closed`, and is done with a use when it enters one that closed before that
+use opened: autograd runs nodes in descending order of their creation.
+
+Hooks on the graph own a `Token`, the tape refers to it weakly: a use whose token is gone can be reached by no backward.
+When that happens may differ between ranks, so the ranks agree on it at the start of each backward (`agree`); nothing else
+removes a use from the tape, but for `clear` at the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..comm.wire import SoloWire
+    from .unit import Unit
+
+_MASK_BITS = 30
+"""Uses of one unit that the ranks tell apart; further ones count as reachable."""
+
+
+class Use:
+    """One forward of one unit."""
+
+    __slots__ = ("__weakref__", "closed", "is_done", "is_entered", "is_listed", "opened", "token", "unit")
+
+    def __init__(self, unit: Unit, opened: int) -> None:
+        self.unit, self.opened, self.closed = unit, opened, opened
+        self.token: weakref.ref[Token] | None = None
+        self.is_listed = False
+        """On the tape, and reachable as the ranks agreed in this backward."""
+        self.is_entered = self.is_done = False
+
+    @property
+    def is_reachable(self) -> bool:
+        return self.token is not None and self.token() is not None
+
+
+class Token:
+    """What hooks on the graph own of a use."""
+
+    __slots__ = ("__weakref__", "use")
+
+    def __init__(self, use: Use) -> None:
+        self.use = use
+
+
+class Tape:
+    """The uses since the last step, in the order in which they opened."""
+
+    def __init__(self) -> None:
+        self.uses: list[Use] = []
+        self.clock = 0
+
+    def open(self, unit: Unit) -> Use:
+        self.clock += 1
+        use = Use(unit, self.clock)
+        self.uses.append(use)
+        return use
+
+    def close(self, use: Use) -> Token:
+        """The forward has ended. Returns what the hooks of its graph must own."""
+        self.clock += 1
+        use.closed = self.clock
+        token = Token(use)
+        use.token = weakref.ref(token)
+        return token
+
+    def clear(self) -> None:
+        for use in self.uses:
+            use.is_listed = False
+        self.uses, self.clock = [], 0
+
+    def list_reachable(self) -> None:
+        """List the uses that a backward on this rank can reach; the tape forgets the others."""
+        self.uses = [use for use in self.uses if use.is_reachable]
+        for use in self.uses:
+            use.is_listed = True
+
+    # Agreement --------------------------------------------------------------------------------------------------------
+
+    def start_agreement(self, wire: SoloWire, units: Sequence[Unit], *, each_use: bool) -> Callable[[], list[Unit]]:
+        """Start to agree on what this backward may reach; a collective. What is returned waits for it.
+
+        Args:
+            each_use: agree on each use: full parameters are released, so the ranks gather in the same order. Their tapes
+                have the same uses then. Else on units alone: ranks may have used different ones.
+
+        Returns:
+            A function that marks the uses of this tape (`is_listed`) and returns the units to reduce, in order.
+        """
+        return self._agree_on_uses(wire, units) if each_use else self._agree_on_units(wire, units)
+
+    def _agree_on_units(self, wire: SoloWire, units: Sequence[Unit]) -> Callable[[], list[Unit]]:
+        first = [0] * len(units)
+        self.list_reachable()
+        for use in self.uses:
+            index = use.unit.index
+            first[index] = first[index] or use.opened
+        answer = wire.start_maximum(first)
+
+        def units_in_order() -> list[Unit]:
+            agreed = answer()
+            order = sorted((index for index, at in enumerate(agreed) if at), key=lambda index: (-agreed[index], -index))
+            return [units[index] for index in order]
+
+        return units_in_order
+
+    def _agree_on_uses(self, wire: SoloWire, units: Sequence[Unit]) -> Callable[[], list[Unit]]:
+        masks, seen = [0] * len(units), [0] * len(units)
+        numbers: list[tuple[Use, int]] = []
+        for use in self.uses:
+            index = use.unit.index
+            numbers.append((use, seen[index]))
+            if seen[index] < _MASK_BITS and use.is_reachable:
+                masks[index] |= 1 << seen[index]
+            seen[index] += 1
+        every = (1 << _MASK_BITS) - 1
+        # The maximum of the masks and of their complements: equal on every rank exactly if the two are complements.
+        answer = wire.start_maximum([*masks, *(every & ~mask for mask in masks)])
+
+        def units_in_order() -> list[Unit]:
+            found = answer()
+            agreed = found[: len(units)]
+            if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):
+                agreed = [0] * len(units)
+                for theirs in wire.exchange(masks):
+                    agreed = [mine | other for mine, other in zip(agreed, theirs)]
+            for use, number in numbers:
+                use.is_listed = number >= _MASK_BITS or bool(agreed[use.unit.index] >> number & 1)
+            self.uses = [use for use in self.uses if use.is_listed]
+            first: dict[int, int] = {}
+            for use in self.uses:
+                first.setdefault(use.unit.index, use.opened)
+            return [units[index] for index in sorted(first, key=lambda index: -first[index])]
+
+        return units_in_order

@@ -1,0 +1,206 @@
+"""One unit: its spans are gathered, waited for and released together.
+
+    SHARDED --gather--> GATHERING --wait--> GATHERED --release--> SHARDED
+
+`gather` does nothing unless the unit is SHARDED, so it may be called early (prefetch) or twice. Reducing gradients does not
+depend on these states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+
+from ..comm.inflight import DONE, Inflight
+from ..errors import StateError, TierError
+from ..tiers.tier import Tier
+from .context import Context
+from .parameter import set_released
+from .span import Span
+
+
+class State(Enum):
+    SHARDED = "SHARDED"
+    GATHERING = "GATHERING"
+    GATHERED = "GATHERED"
+
+
+class Unit:
+    """Parameters that move together.
+
+    Attributes:
+        name: of the module that hosts it, or of its first parameter.
+        hosts: modules whose forward uses it.
+        index: its number among the model's units.
+        step: an update of its offloaded spans by another thread; None if there is none.
+        failure: a read from disk failed on this rank; raised on every rank at the end of the pass.
+    """
+
+    def __init__(self, name: str, index: int, hosts: Sequence[nn.Module], spans: Sequence[Span], context: Context) -> None:
+        self.name, self.index, self.hosts = name, index, list(hosts)
+        self.spans = list(spans)
+        self.trained = [span for span in spans if span.trainable]
+        self.params = [param for span in spans for param in span.params]
+        self.context, self.events = context, context.events
+        self.state = State.GATHERED
+        self.step: object | None = None
+        self.failure: TierError | None = None
+        self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
+        self._loads: list[Inflight] = []
+        self._gathers: list[Inflight] = []
+        self._reduces: list[tuple[Span, Inflight, Tensor, Tensor]] = []
+        for span in spans:
+            span.adopt_params(self)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.state.value})"
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start to gather the full parameters."""
+        if self.state is not State.SHARDED:
+            return
+        with self._named("gather"):
+            if self.step is not None:
+                self.wait_for_step()
+            for event in self.events.before_gather:
+                event(self)
+            # All memory before the first message: without memory this raises with nothing under way.
+            for span in self.spans:
+                span.open(f"gathering unit {self.name!r}")
+            self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
+            if not self._uses_disk:
+                self._send()
+            self.state = State.GATHERING
+
+    def _send(self) -> None:
+        for load in self._loads:
+            try:
+                load.wait()
+            except TierError as error:
+                # Other ranks wait for this slice: they get NaN, and every rank raises at the end of the pass.
+                self.failure = self.failure or error
+                for span in self.spans:
+                    span.local.fill_(float("nan") if span.local.is_floating_point() else 0)
+        self._gathers = [span.gather() for span in self.spans if not span.stays or span.is_old]
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Return when the full parameters are readable."""
+        if self.state is State.GATHERED:
+            return
+        if self.state is State.SHARDED:
+            raise StateError(f"unit {self.name!r}: wait() without gather()")
+        with self._named("wait for gather"):
+            if self._uses_disk:
+                self._send()
+            for transfer in (*self._loads, *self._gathers):
+                transfer.close()  # user code may write from here on to what was sent
+            self._loads, self._gathers = [], []
+            for span in self.spans:
+                span.is_old = False
+            self.state = State.GATHERED
+            if self.context.frees:
+                set_released(self.params, False)
+        for event in self.events.unit_unsharded:
+            event(self)
+
+    def release(self) -> None:
+        """Free the full parameters, unless the stage keeps them."""
+        if self.state is State.SHARDED or not self.context.frees:
+            return
+        if self.state is State.GATHERING:
+            self.wait()
+        for event in self.events.unit_resharded:
+            event(self)
+        self.state = State.SHARDED
+        # Parameters first: an operation on one whose buffer has no memory would crash the process.
+        set_released(self.params, True)
+        for span in self.spans:
+            span.close()
+
+    def mark_old(self, spans: Sequence[Span] | None = None) -> None:
+        """The masters of these spans were written: what is gathered is old. The same on every rank."""
+        for span in self.spans if spans is None else spans:
+            span.is_old = True
+        if not self.context.frees and any(span.is_old for span in self.spans):
+            self.state = State.SHARDED
+
+    def wait_for_step(self) -> None:
+        """Return when no other thread updates the unit's spans.
+
+        Raises:
+            TierError: the update failed.
+        """
+        step, self.step = self.step, None
+        if step is not None:
+            step.wait()  # type: ignore[attr-defined]
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_local_grads(self) -> bool:
+        for span in self.trained:  # noqa: SIM110 -- called for every unit of every backward
+            if span.bucket.has_local:
+                return True
+        return False
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start to send this rank's gradients to their owners."""
+        with self._named("reduce"):
+            if self._reduces:
+                self.finish_reduce()
+            if self.step is not None:
+                self.wait_for_step()  # it reads the gradients that these are added to
+            for event in self.events.before_reduce:
+                event(self)
+            self._reduces = [(span, *span.bucket.reduce()) for span in self.trained]
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Return when the owners' gradients are complete."""
+        if not self._reduces:
+            return
+        with self._named("wait for reduce"):
+            reduces, self._reduces = self._reduces, []
+            for span, transfer, mean, _ in reduces:
+                transfer.close()  # before the buffer goes: the other ranks read it
+                span.bucket.add(mean)
+        for event in self.events.unit_reduced:
+            event(self)
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Keep this rank's gradients for a later backward."""
+        for span in self.trained:
+            span.bucket.hold()
+
+    def settle_transfers(self) -> None:
+        """Wait for everything under way, and forget gradients that a failed backward was sending."""
+        for transfer in (*self._loads, *self._gathers, *(move for _, move, _, _ in self._reduces)):
+            transfer.close()
+        self._reduces = []
+        if self.state is State.GATHERING:
+            self.wait()
+
+    def _named(self, action: str) -> profiler.record_function | _Unnamed:
+        """The unit's name in a profiler's trace. Without a profiler this costs one comparison."""
+        if profiler._is_profiler_enabled:
+            return profiler.record_function(f"hf_zero::{action} {self.name}")
+        return _UNNAMED
+
+
+class _Unnamed:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_UNNAMED = _Unnamed()
