@@ -48,7 +48,7 @@ class Context:
     @property
     def shard_rank(self) -> int:
         """Which slice of every span this rank owns."""
-        return (self.wire.shard_group or self.wire).rank
+        return (self.wire.shard_group or self.wire).rank if self.layout.shards > 1 else 0
 
     @property
     def frees(self) -> bool:
