@@ -90,7 +90,9 @@ class Engine:
         if self.schedule.in_backward:
             self.schedule.recover()
         if self.schedule.in_backward:
-            raise StateError("optimizer.step() was called inside a backward, before the gradients of all ranks are there")
+            raise StateError(
+                "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
+            )
         self.context.check()
         self._wire.watch.phase = "optimizer.step()"
         self.schedule.flush()

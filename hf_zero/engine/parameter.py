@@ -98,7 +98,9 @@ class ShardedParameter(nn.Parameter):
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
     """The readable and the released class for parameters that were of class `kind`."""
-    readable = ShardedParameter if kind is nn.Parameter else type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
+    readable = (
+        ShardedParameter if kind is nn.Parameter else type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
+    )
 
     def __torch_function__(
         cls: type[Any], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,7 +122,11 @@ def reads_no_values(func: Any) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") in _METADATA_FIELDS
     if name in ("__set__", "__delete__"):
-        return getattr(func.__self__, "__name__", "") in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+        return getattr(func.__self__, "__name__", "") in (
+            "requires_grad",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+        )
     return name in _METADATA
 
 

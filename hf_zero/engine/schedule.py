@@ -393,7 +393,9 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
+            self.lost = (
+                "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
+            )
             self._answer = None
             self._to_reduce.clear()
             self._reducing.clear()
@@ -415,7 +417,9 @@ class Schedule:
 def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
     found = schedule()
     if found is None:
-        raise StateError("a backward runs over a graph whose engine is gone: keep a reference to the engine or the model")
+        raise StateError(
+            "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
+        )
     found.enter(token.use)
 
 

@@ -70,7 +70,9 @@ class Segment:
         self.tensor.grad = grad[self.start : self.stop].view(self.tensor.shape)
 
 
-def first_segments(span: Span, same_group: Callable[[int, int], bool], has_group: Callable[[int], bool]) -> list[Segment]:
+def first_segments(
+    span: Span, same_group: Callable[[int, int], bool], has_group: Callable[[int], bool]
+) -> list[Segment]:
     """The segments of a span that was just built.
 
     Args:
@@ -113,7 +115,9 @@ def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:
     return runs
 
 
-def split(segment: Segment, runs: Sequence[Sequence[int]], state: dict[str, Any]) -> list[tuple[Segment, dict[str, Any]]]:
+def split(
+    segment: Segment, runs: Sequence[Sequence[int]], state: dict[str, Any]
+) -> list[tuple[Segment, dict[str, Any]]]:
     """Segments for these runs of a segment's members, each with its part of the optimizer's state.
 
     State tensors become views of the old ones, so optimizers see the same values; one value per segment (`step`) is copied.
@@ -140,7 +144,12 @@ def _part_of_state(value: Any, segment: Segment, cut: slice) -> Any:
 
 def is_elementwise(value: Any, segment: Segment) -> bool:
     """Whether a state of an optimizer has one value per element of a segment."""
-    return isinstance(value, (Tensor, OnDisk)) and value.dim() == 1 and value.numel() == segment.numel and segment.numel > 1
+    return (
+        isinstance(value, (Tensor, OnDisk))
+        and value.dim() == 1
+        and value.numel() == segment.numel
+        and segment.numel > 1
+    )
 
 
 def members_with(span: Span) -> Iterator[tuple[int, Segment]]:

@@ -62,7 +62,9 @@ def shard(
         >>> engine = shard(model, torch.optim.AdamW(model.parameters()), ZeroConfig(stage=3))
     """
     config = config or ZeroConfig()
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+    optimizers = (
+        [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+    )
     precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
     wire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
     with wire.watch.doing("zero.shard"):

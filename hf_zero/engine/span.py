@@ -46,7 +46,9 @@ class Span:
         is_old: `full` does not have the masters' values. The same on every rank.
     """
 
-    def __init__(self, layout: SpanLayout, params: Sequence[nn.Parameter], context: Context, placement: Placement) -> None:
+    def __init__(
+        self, layout: SpanLayout, params: Sequence[nn.Parameter], context: Context, placement: Placement
+    ) -> None:
         self.layout, self.params, self.context = layout, list(params), context
         self.events, self.device = context.events, context.device
         self.rank = context.shard_rank

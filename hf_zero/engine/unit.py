@@ -40,7 +40,9 @@ class Unit:
         failure: a read from disk failed on this rank; raised on every rank at the end of the pass.
     """
 
-    def __init__(self, name: str, index: int, hosts: Sequence[nn.Module], spans: Sequence[Span], context: Context) -> None:
+    def __init__(
+        self, name: str, index: int, hosts: Sequence[nn.Module], spans: Sequence[Span], context: Context
+    ) -> None:
         self.name, self.index, self.hosts = name, index, list(hosts)
         self.spans = list(spans)
         self.trained = [span for span in spans if span.trainable]
