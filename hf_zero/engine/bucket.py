@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm.inflight import DONE, Inflight
 from ..comm.wire import SoloWire
 from ..core.precision import Precision
-from .parameter import raw_grad, take_raw_grads
+from .parameter import has_raw_grads, raw_grad, take_raw_grads
 
 if TYPE_CHECKING:
     from .span import Span
@@ -36,6 +36,10 @@ class Bucket:
         self._storage = span.context.storage
         self._account = self._storage.ledger.device
         self.reduce_dtype = span.context.precision.reduce_dtype_of(span.master_dtype)
+        layout = span.layout
+        self._numel, self._used_numel = layout.numel, layout.used_numel
+        self._bytes = self._numel * self.reduce_dtype.itemsize
+        self._parts = [(slice(slot.offset, slot.stop), slot.spec.shape) for slot in layout.slots]
 
     # Local gradients --------------------------------------------------------------------------------------------------
 
@@ -44,10 +48,7 @@ class Bucket:
         """Gradients of this rank wait to be reduced."""
         if self._held is not None:
             return True
-        for param in self.span.params:  # noqa: SIM110 -- called for every unit of every backward
-            if raw_grad(param) is not None:
-                return True
-        return False
+        return has_raw_grads(self.span.params)
 
     def hold(self) -> None:
         """Keep local gradients for a later reduce, in float32 at least. What is float32 already stays on the parameters."""
@@ -69,15 +70,17 @@ class Bucket:
         span, grads = self.span, take_raw_grads(self.span.params)
         if False in self.arrived:
             self.arrived = [grad is not None or old for grad, old in zip(grads, self.arrived)]
-        dense = [None if grad is None else _dense(grad) for grad in grads]
+        dense = [
+            grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads
+        ]  # no call for each
         buffer, self._held = self._held, None
         if buffer is None:
             purpose = f"gradients of {span.layout.spec.name!r} and its neighbours"
-            make = partial(torch.empty, span.layout.numel, dtype=dtype, device=span.device)
-            buffer = self._storage.allocate("communication", purpose, span.layout.numel * dtype.itemsize, make)
+            make = partial(torch.empty, self._numel, dtype=dtype, device=span.device)
+            buffer = self._storage.allocate("communication", purpose, self._numel * dtype.itemsize, make)
             views = self._views(buffer)
             # The padding has a master, too, and counts in norms.
-            buffer[span.layout.used_numel :].zero_()
+            buffer[self._used_numel :].zero_()
             if None not in dense:
                 torch._foreach_copy_(views, dense)
             else:
@@ -93,7 +96,7 @@ class Bucket:
         return buffer
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        return [buffer[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.span.layout.slots]
+        return [buffer[part].view(shape) for part, shape in self._parts]
 
     def take_source(self, wire: SoloWire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype. The parameters have none afterwards."""
@@ -103,7 +106,7 @@ class Bucket:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
                 self.arrived = [True]
                 take_raw_grads(span.params)
-                self._account.add("communication", span.layout.numel * self.reduce_dtype.itemsize)
+                self._account.add("communication", self._bytes)
                 return grad.view(-1)  # no copy: it is the buffer, less the padding
         buffer = self._collect(self.reduce_dtype)
         if buffer.dtype != self.reduce_dtype:
@@ -118,7 +121,7 @@ class Bucket:
         source = self.take_source(wire)
         if wire.size == 1:
             return DONE, source, source
-        mean = torch.empty(span.layout_numel, dtype=span.master_dtype, device=span.device)
+        mean = torch.empty(span.local_numel, dtype=span.master_dtype, device=span.device)
         if span.layout.shards > 1:
             return wire.reduce(source, mean, span.layout.index, span.layout.cuts), mean, source
         return wire.average(source, mean, span.layout.index), mean, source
@@ -126,9 +129,9 @@ class Bucket:
     @torch.no_grad()
     def add(self, mean: Tensor) -> None:
         """Add a reduced gradient of this rank's slice."""
-        self._account.now["communication"] -= self.span.layout.numel * self.reduce_dtype.itemsize
+        self._account.now["communication"] -= self._bytes
         if self.grad is None:
-            numel = self.span.layout_numel
+            numel = self.span.local_numel
             if mean.numel() != numel or mean.dtype != self.span.master_dtype:
                 padded = torch.zeros(numel, dtype=self.span.master_dtype, device=mean.device)
                 padded[: mean.numel()].copy_(mean)

@@ -50,10 +50,9 @@ class Context:
         """Which slice of every span this rank owns."""
         return (self.wire.shard_group or self.wire).rank if self.layout.shards > 1 else 0
 
-    @property
-    def frees(self) -> bool:
+    def __post_init__(self) -> None:
+        self.frees = not self.policy.keep_full
         """Full parameters are released between their uses."""
-        return not self.policy.keep_full
 
     def check(self) -> None:
         """

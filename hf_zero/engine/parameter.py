@@ -218,6 +218,16 @@ def set_raw_grad(param: Tensor, grad: Tensor | None) -> None:
         _GRAD.__set__(param, grad)
 
 
+def has_raw_grads(params: Iterable[nn.Parameter]) -> bool:
+    """Whether any of these parameters has a C++ gradient."""
+    get = _GRAD.__get__
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:  # noqa: SIM110 -- called for every unit of every backward
+            if get(param) is not None:
+                return True
+    return False
+
+
 def take_raw_grads(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
     """The C++ gradients of these parameters, which have none afterwards."""
     # Before anything is sent: a later backward of this step would add in place to memory that is on its way.

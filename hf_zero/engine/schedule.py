@@ -124,8 +124,9 @@ class Schedule:
     def _release_prefetched(self) -> None:
         if self.frees:
             for unit in self.units:
-                if unit is not self._tail and not self._running[unit.index] and unit not in self._kept:
-                    unit.release()
+                if unit.state is State.SHARDED or unit is self._tail or self._running[unit.index] or unit in self._kept:
+                    continue
+                unit.release()
 
     def _pre_forward(self, unit: Unit, calls: list[tuple[Use | None, int]], module: nn.Module, args: Any) -> None:
         in_backward = backward_id() >= 0
@@ -145,7 +146,8 @@ class Schedule:
             unit.wait()
         elif self.frees and not in_backward:
             self._prefetch(unit)
-        self._order.append(unit) if not in_backward else None
+        if not in_backward:
+            self._order.append(unit)
         use = None
         if torch.is_grad_enabled() and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
@@ -222,7 +224,8 @@ class Schedule:
 
     def enter(self, use: Use) -> None:
         """The backward comes to the output of a use."""
-        self.begin()
+        if not self.in_backward:
+            self.begin()
         if backward_id() != self._task:
             self._enter_nested(use)
             return
@@ -246,8 +249,9 @@ class Schedule:
 
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         use.is_entered = True
-        for earlier in [each for each in self._entered if each.opened > use.closed]:
-            self._finish_use(earlier)
+        for earlier in [*self._entered]:
+            if earlier.opened > use.closed:
+                self._finish_use(earlier)
         self._entered.append(use)
         if not self.frees:
             return
@@ -270,8 +274,13 @@ class Schedule:
         if not self._left[unit] and self.sends:
             self._reduce_ready()
         if self.frees and not self._keeps_graph and unit not in self._kept and not self._running[unit.index]:
-            if not any(each.unit is unit for each in self._entered):
-                unit.release()
+            self._release_unless_entered(unit)
+
+    def _release_unless_entered(self, unit: Unit) -> None:
+        for each in self._entered:
+            if each.unit is unit:
+                return
+        unit.release()
 
     def _reduce_ready(self, *, all_: bool = False) -> None:
         """Reduce units in the agreed order, as far as this rank is done with them."""
@@ -426,8 +435,6 @@ def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
 def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:
     found = schedule()
     if found is not None:
-        if found.in_backward and backward_id() != found._task and backward_id() >= 0 and not found._entered:
-            pass
         found.begin()
 
 

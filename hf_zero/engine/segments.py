@@ -100,7 +100,7 @@ def _take_padding(segment: Segment) -> None:
     span = segment.span
     low, _ = span.layout.bounds(span.rank)
     if low + segment.stop == span.layout.used_numel:
-        segment.stop = span.layout_numel
+        segment.stop = span.local_numel
         segment.tensor = nn.Parameter(segment._values(), requires_grad=span.trainable)
 
 

@@ -77,7 +77,7 @@ class Span:
         for slot, param in zip(layout.slots, params):
             exact[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
         self.full = exact if self.compute_dtype == self.master_dtype else exact.to(self.compute_dtype)
-        self.local = self.full[low:high]
+        self.local, self.local_numel = self.full[low:high], high - low
         self.master: Values = self._new_master(exact[low:high])
         self.copy: Values | None = self._new_copy()
         if self.codec is not None and self.stays:
@@ -192,14 +192,8 @@ class Span:
 
     def values(self, start: int = 0, numel: int | None = None) -> Tensor:
         """This rank's slice, or so many elements of it, in the master dtype, 1-D; maybe the master itself."""
-        stop = self.layout_numel if numel is None else start + numel
+        stop = self.local_numel if numel is None else start + numel
         return fetch(self.master[start:stop])
-
-    @property
-    def layout_numel(self) -> int:
-        """Elements of this rank's slice."""
-        low, high = self.layout.bounds(self.rank)
-        return high - low
 
     @torch.no_grad()
     def write(self, start: int, values: Tensor) -> None:

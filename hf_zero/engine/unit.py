@@ -8,7 +8,7 @@ depend on these states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -63,23 +63,23 @@ class Unit:
 
     # Values -----------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def gather(self) -> None:
         """Start to gather the full parameters."""
-        if self.state is not State.SHARDED:
-            return
-        with self._named("gather"):
-            if self.step is not None:
-                self.wait_for_step()
-            for event in self.events.before_gather:
-                event(self)
-            # All memory before the first message: without memory this raises with nothing under way.
-            for span in self.spans:
-                span.open(f"gathering unit {self.name!r}")
-            self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
-            if not self._uses_disk:
-                self._send()
-            self.state = State.GATHERING
+        if self.state is State.SHARDED:
+            self._run(self._gather, "gather")
+
+    def _gather(self) -> None:
+        if self.step is not None:
+            self.wait_for_step()
+        for event in self.events.before_gather:
+            event(self)
+        # All memory before the first message: without memory this raises with nothing under way.
+        for span in self.spans:
+            span.open(f"gathering unit {self.name!r}")
+        self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
+        if not self._uses_disk:
+            self._send()
+        self.state = State.GATHERING
 
     def _send(self) -> None:
         for load in self._loads:
@@ -92,26 +92,27 @@ class Unit:
                     span.local.fill_(float("nan") if span.local.is_floating_point() else 0)
         self._gathers = [span.gather() for span in self.spans if not span.stays or span.is_old]
 
-    @torch.no_grad()
     def wait(self) -> None:
         """Return when the full parameters are readable."""
         if self.state is State.GATHERED:
             return
         if self.state is State.SHARDED:
             raise StateError(f"unit {self.name!r}: wait() without gather()")
-        with self._named("wait for gather"):
-            if self._uses_disk:
-                self._send()
-            for transfer in (*self._loads, *self._gathers):
-                transfer.close()  # user code may write from here on to what was sent
-            self._loads, self._gathers = [], []
-            for span in self.spans:
-                span.is_old = False
-            self.state = State.GATHERED
-            if self.context.frees:
-                set_released(self.params, False)
+        self._run(self._wait, "wait for gather")
         for event in self.events.unit_unsharded:
             event(self)
+
+    def _wait(self) -> None:
+        if self._uses_disk:
+            self._send()
+        for transfer in (*self._loads, *self._gathers):
+            transfer.close()  # user code may write from here on to what was sent
+        self._loads, self._gathers = [], []
+        for span in self.spans:
+            span.is_old = False
+        self.state = State.GATHERED
+        if self.context.frees:
+            set_released(self.params, False)
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
@@ -153,30 +154,32 @@ class Unit:
                 return True
         return False
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Start to send this rank's gradients to their owners."""
-        with self._named("reduce"):
-            if self._reduces:
-                self.finish_reduce()
-            if self.step is not None:
-                self.wait_for_step()  # it reads the gradients that these are added to
-            for event in self.events.before_reduce:
-                event(self)
-            self._reduces = [(span, *span.bucket.reduce()) for span in self.trained]
+        self._run(self._reduce, "reduce")
 
-    @torch.no_grad()
+    def _reduce(self) -> None:
+        if self._reduces:
+            self.finish_reduce()
+        if self.step is not None:
+            self.wait_for_step()  # it reads the gradients that these are added to
+        for event in self.events.before_reduce:
+            event(self)
+        self._reduces = [(span, *span.bucket.reduce()) for span in self.trained]
+
     def finish_reduce(self) -> None:
         """Return when the owners' gradients are complete."""
         if not self._reduces:
             return
-        with self._named("wait for reduce"):
-            reduces, self._reduces = self._reduces, []
-            for span, transfer, mean, _ in reduces:
-                transfer.close()  # before the buffer goes: the other ranks read it
-                span.bucket.add(mean)
+        self._run(self._finish_reduce, "wait for reduce")
         for event in self.events.unit_reduced:
             event(self)
+
+    def _finish_reduce(self) -> None:
+        reduces, self._reduces = self._reduces, []
+        for span, transfer, mean, _ in reduces:
+            transfer.close()  # before the buffer goes: the other ranks read it
+            span.bucket.add(mean)
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -192,17 +195,13 @@ class Unit:
         if self.state is State.GATHERING:
             self.wait()
 
-    def _named(self, action: str) -> profiler.record_function | _Unnamed:
-        """The unit's name in a profiler's trace. Without a profiler this costs one comparison."""
-        if profiler._is_profiler_enabled:
-            return profiler.record_function(f"hf_zero::{action} {self.name}")
-        return _UNNAMED
-
-
-class _Unnamed:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_UNNAMED = _Unnamed()
+    def _run(self, action: Callable[[], None], name: str) -> None:
+        """Run an action without building a graph, under the unit's name in a profiler's trace."""
+        if torch.is_grad_enabled():  # in a forward, or in a backward that builds a graph of itself
+            with torch.no_grad():
+                self._run(action, name)
+        elif profiler._is_profiler_enabled:
+            with profiler.record_function(f"hf_zero::{name} {self.name}"):
+                action()
+        else:
+            action()
