@@ -221,11 +221,6 @@ class Bucket:
                 self.grad[start : start + part.numel()].copy_(part)
         self.factor = None
 
-    def agree_on_present(self) -> None:
-        """Find out, in the middle of a backward, which parameters have a gradient on any rank. A collective."""
-        mine = torch.tensor(self.arrived, dtype=torch.float32, device=self.span.device)
-        self.present = [bool(flag) for flag in self.span.context.wire.max_scalar(mine).tolist()]
-
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""
         self.land()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.inflight import Inflight, Latch
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.host import Link
 from ..tiers.pool import Storage
@@ -154,11 +154,7 @@ class UnitStep:
 
 
 class Stepper:
-    """The thread that updates masters in host memory and on disk, and its memory.
-
-    Raises:
-        ConfigError: `step_in_backward` with several optimizers.
-    """
+    """The thread that updates masters in host memory and on disk, and its memory."""
 
     def __init__(self, context: Context, bindings: Sequence[Binding], schedule: Schedule) -> None:
         self._context, self._bindings, self._schedule = context, bindings, schedule
@@ -176,11 +172,6 @@ class Stepper:
         self._free = [Slot(self._storage.link, self._account) for _ in range(self._storage.sizes.slabs)]
         self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
         if context.config.step_in_backward:
-            if len(bindings) > 1:
-                raise ConfigError(
-                    f"step_in_backward updates parameters before user code says which of {len(bindings)} optimizers steps. "
-                    "Set it to False, or build one optimizer with several groups"
-                )
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
 
@@ -239,14 +230,22 @@ class Stepper:
         self._twin = self._twin or self._new_twin(self._bindings[0])
         self._updated.add(unit)
         self._context.has_updated = True
+        self._agree_on_present(unit)
         for span in unit.trained:
-            span.bucket.agree_on_present()
             if len(set(span.bucket.present)) > 1:
                 self._bindings[0].split(span)
         self._start(unit, self._bindings[0], self._twin, self._storage.link.mark())
         for span in unit.trained:
             if span.tier is not Tier.DEVICE:
                 span.bucket.grad = None
+
+    def _agree_on_present(self, unit: Unit) -> None:
+        """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
+        mine = [float(flag) for span in unit.trained for flag in span.bucket.arrived]
+        flags = torch.tensor(mine, dtype=torch.float32, device=self._context.device)
+        agreed = iter(self._context.wire.max_scalar(flags).tolist())
+        for span in unit.trained:
+            span.bucket.present = [next(agreed) > 0 for _ in span.params]
 
     def _refuse_gather(self, unit: Unit) -> None:
         if unit in self._updated and self._schedule.in_backward:

@@ -98,7 +98,7 @@ def shard(
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
-        _check_offload(config, precision, storage)
+        _check_offload(config, precision, storage, len(optimizers))
         build_units(context, drafter, specs, made.placements)
     return Engine(context, bind(optimizers, context, originals))
 
@@ -107,13 +107,19 @@ def _on_disk(placement: Placement) -> bool:
     return placement.parameters is Tier.DISK or any(tier is Tier.DISK for tier, _ in placement.optimizer)
 
 
-def _check_offload(config: ZeroConfig, precision: Precision, storage: Storage) -> None:
+def _check_offload(config: ZeroConfig, precision: Precision, storage: Storage, optimizers: int) -> None:
     """
     Raises:
-        ConfigError: the folder of the disk tier cannot be used, or fp16 with gradients that a loss scaler cannot see.
+        ConfigError: the folder of the disk tier cannot be used; fp16 with gradients that a loss scaler cannot see;
+            `step_in_backward` with several optimizers.
     """
     if storage.uses_disk:
         _ = storage.disk.where  # opens the file
+    if config.step_in_backward and optimizers > 1:
+        raise ConfigError(
+            f"step_in_backward updates parameters before user code says which of {optimizers} optimizers steps. Set it to "
+            "False, or build one optimizer with several groups"
+        )
     if precision.autocast_dtype != torch.float16 or config.offload_optimizer == "none":
         return
     if config.step_in_backward or config.offload_optimizer != "cpu":

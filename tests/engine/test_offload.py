@@ -211,6 +211,7 @@ def disk_fails(rank: int, world: int, folder: str, call: str, when: str, stage: 
     ("call", "when", "stage", "after"),
     [
         ("preadv", "forward", 3, "trains"),
+        ("preadv", "backward", 3, "trains"),
         ("pwritev", "backward", 2, "trains"),
         ("preadv", "step", 3, "StateError"),
         ("pwritev", "step", 1, "StateError"),
@@ -233,11 +234,18 @@ def refused(rank: int, world: int, folder: str) -> None:
     engine, _ = start(rank, folder, model, "adamw", "no", stage=2, offload_optimizer="cpu", step_in_backward=True)
     with pytest.raises(StateError, match="step_in_backward"):
         engine.clip_grad_norm_(1.0)
+    span = engine.units[0].trained[0]
+    before = span.values().clone()
     loss_of(model, rank, 0).backward()
+    assert not torch.equal(span.values(), before), "the unit is updated in the backward"
     with pytest.raises(StateError, match="no_sync"):
         loss_of(model, rank, 1).backward()
     with pytest.raises(ConfigError, match="fp16"):
         shard(mlp(), None, ZeroConfig(offload_optimizer="disk", offload_dir=folder), mixed_precision="fp16")
+    model = mlp()
+    several = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.last)]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="2 optimizers"):
+        shard(model, several, ZeroConfig(offload_optimizer="cpu", step_in_backward=True))
 
 
 def test_what_offload_refuses(two: RankPool, tmp_path: Any) -> None:
