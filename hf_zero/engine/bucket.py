@@ -145,7 +145,10 @@ class Bucket:
                 padded[: mean.numel()].copy_(mean)
                 mean = padded
         if moves:
-            self._send(mean)
+            try:
+                self._send(mean)
+            except ZeroError as error:  # a full disk: all ranks raise at the end of the backward
+                self.span.context.note_failure(error)
         elif isinstance(self.grad, Tensor):
             self.grad[: mean.numel()].add_(mean)
         else:

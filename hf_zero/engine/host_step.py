@@ -10,7 +10,7 @@ Units are updated in the order in which the next forward needs them. `Unit.wait_
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,117 +21,15 @@ from torch import Tensor
 from ..comm.inflight import Inflight, Latch
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
-from ..tiers.host import Link
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .context import Context
 from .optimizer import Binding
+from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
-from .segments import Segment
 from .span import Span
 from .twin import Twin, is_elementwise
 from .unit import Unit
-
-
-@dataclass(eq=False)
-class Piece:
-    """One segment to update.
-
-    Attributes:
-        grad: the span's whole gradient.
-        factor: multiplies a gradient on disk, which clipping has not rewritten.
-        known: the segment's state when the step began. Slabs are read ahead, so it must not change meanwhile.
-    """
-
-    segment: Segment
-    group: int
-    grad: Values
-    factor: Tensor | None
-    known: dict[str, Any]
-
-    @property
-    def span(self) -> Span:
-        return self.segment.span
-
-    def slabs(self, numel: int) -> Iterator[Slab]:
-        """Bounds are multiples of `numel` in the span's slice: direct transfers need aligned offsets."""
-        start = self.segment.start
-        while start < self.segment.stop:
-            stop = self.segment.stop if self.segment.is_matrix else min(self.segment.stop, (start // numel + 1) * numel)
-            yield Slab(self, start, stop)
-            start = stop
-
-
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """Elements `start` to `stop` of a span's slice that are read, updated and written together."""
-
-    piece: Piece
-    start: int
-    stop: int
-
-    @property
-    def here(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def in_segment(self) -> slice:
-        return slice(self.start - self.piece.segment.start, self.stop - self.piece.segment.start)
-
-
-class Slot:
-    """Host memory of one slab of the ring: one buffer for the master, the gradient and each state."""
-
-    def __init__(self, link: Link, account: Callable[[int], None]) -> None:
-        self._link, self._account = link, account
-        self._memory: dict[str, Tensor] = {}
-        self.slab: Slab | None = None
-        self.values: dict[str, Tensor] = {}
-        self.transfers: list[Inflight] = []
-
-    def get(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        needed = numel * dtype.itemsize
-        memory = self._memory.get(name)
-        if memory is None or memory.numel() < needed:
-            self._account(needed - (0 if memory is None else memory.numel()))
-            memory = self._memory[name] = self._link.empty(needed, torch.uint8)
-        return memory[:needed].view(dtype)
-
-    def read(self, slab: Slab) -> None:
-        """Start to read the slab."""
-        self.slab, self.values, self.transfers = slab, {}, []
-        piece, numel = slab.piece, slab.stop - slab.start
-        sources: dict[str, Any] = {_MASTER: piece.span.master[slab.here], _GRAD: piece.grad[slab.here]}
-        for name, value in piece.known.items():
-            if _is_elementwise(name, value, piece.segment.numel):
-                flat = value if isinstance(value, OnDisk) else value.reshape(-1)
-                sources[name] = flat[slab.in_segment]
-        for name, source in sources.items():
-            if isinstance(source, OnDisk):
-                self.values[name] = self.get(name, numel, source.dtype)
-                self.transfers.append(source.begin_read(self.values[name]))
-            else:
-                self.values[name] = source
-
-    def wait(self) -> None:
-        """Return when no transfer uses the memory.
-
-        Raises:
-            TierError: one of them failed.
-        """
-        transfers, self.transfers = self.transfers, []
-        failure: BaseException | None = None
-        for transfer in transfers:
-            try:
-                transfer.close()
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
-
-_MASTER, _GRAD = "\0master", "\0grad"
-"""Keys beside names of states."""
 
 
 @dataclass(eq=False)
@@ -165,18 +63,11 @@ class Stepper:
         self._broken: BaseException | None = None
         self._updated: set[Unit] = set()  # in this step's backward
         self._arrays: dict[tuple[Span, str], OnDisk] = {}
-        # The ring. The thread takes slabs from `_ahead` in the order in which they were announced.
-        self._ahead: deque[Slab] = deque()
-        self._reading: deque[Slot] = deque()
-        self._writing: deque[Slot] = deque()
-        self._free = [Slot(self._storage.link, self._account) for _ in range(self._storage.sizes.slabs)]
+        self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
         self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
         if context.config.step_in_backward:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
-
-    def _account(self, nbytes: int) -> None:
-        self._storage.ledger.host.add("staging", nbytes)
 
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
@@ -272,7 +163,7 @@ class Stepper:
         unit.step = step
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
-                self._ahead.extend(piece.slabs(self._storage.sizes.slab_numel))
+                self._ring.announce(piece)
         self._pool.submit(self._run, step)
 
     def close(self) -> None:
@@ -293,8 +184,7 @@ class Stepper:
                 else:
                     self._update_in_host(step, piece)
             self._drain(0)
-            while self._writing:
-                self._finish_write()
+            self._ring.finish_writes(0)
         except BaseException as error:
             step.error = error
             if self._broken is None:
@@ -319,10 +209,10 @@ class Stepper:
     def _update_on_disk(self, step: UnitStep, piece: Piece) -> None:
         segment = piece.segment
         kept: dict[str, Any] = {}
-        for slab in piece.slabs(self._storage.sizes.slab_numel):
-            slot, numel = self._next(slab), slab.stop - slab.start
+        for slab in self._ring.slabs_of(piece):
+            slot, numel = self._ring.next(slab), slab.stop - slab.start
             values = slot.values
-            master, grad = values.pop(_MASTER), values.pop(_GRAD)
+            master, grad = values.pop(MASTER), values.pop(GRAD)
             if piece.factor is not None:
                 grad.mul_(piece.factor)
             single = {name: value for name, value in piece.known.items() if name not in values}
@@ -338,10 +228,7 @@ class Stepper:
                     targets.append((kept[name][slab.in_segment], value.view(-1)))
                 else:
                     kept[name] = value
-            slot.transfers = [target.begin_write(value) for target, value in targets]
-            self._writing.append(slot)
-            while len(self._writing) > 1:
-                self._finish_write()
+            self._ring.write(slot, targets)
         if segment.numel:
             self._keep_state(step, piece, kept)
 
@@ -440,50 +327,12 @@ class Stepper:
                 if memory is not None:
                     self._storage.give_back(memory)
 
-    # The ring -----------------------------------------------------------------------------------------------------------
-
-    def _next(self, slab: Slab) -> Slot:
-        """The slab, read. The slabs after it are being read."""
-        self._read_ahead()
-        while not self._reading:
-            self._finish_write()
-            self._read_ahead()
-        slot = self._reading.popleft()
-        found = slot.slab
-        if found is None or found.piece is not slab.piece or found.start != slab.start:
-            raise StateError("slabs came from disk in another order than they were announced")
-        slot.wait()
-        return slot
-
-    def _read_ahead(self) -> None:
-        while self._free and self._ahead:
-            slot = self._free.pop()
-            slot.read(self._ahead.popleft())
-            self._reading.append(slot)
-
-    def _finish_write(self) -> None:
-        slot = self._writing.popleft()
-        self._drain(0)  # copies to the device that read from the slot
-        slot.wait()
-        self._free.append(slot)
-        self._read_ahead()
-
     def _abandon(self) -> None:
         """After an error: nothing is under way, and nothing is read ahead."""
-        self._ahead.clear()
-        for slot in (*self._reading, *self._writing):
-            _without_error(slot.wait)
         for move, _ in self._leaving:
-            _without_error(move.close)
-        self._reading.clear()
-        self._writing.clear()
+            without_error(move.close)
         self._leaving.clear()
-        self._free = [Slot(self._storage.link, self._account) for _ in range(self._storage.sizes.slabs)]
-
-
-def _is_elementwise(name: str, value: Any, numel: int) -> bool:
-    on_disk = isinstance(value, OnDisk) and value.numel() == numel
-    return on_disk or is_elementwise(name, value, numel)
+        self._ring.abandon()
 
 
 def _copied(value: Any) -> Any:
@@ -493,10 +342,3 @@ def _copied(value: Any) -> Any:
 def _on_disk(values: Values) -> OnDisk:
     assert isinstance(values, OnDisk)
     return values
-
-
-def _without_error(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except Exception:  # the update has failed already, for this or another reason
-        return
