@@ -1,13 +1,16 @@
 """Gradients of one span: from the parameters into one buffer, over the wire, to the slice that this rank owns.
 
 * `source`: this rank's local gradients as one 1-D buffer in the reduce dtype.
-* `grad`: 1-D, the mean over ranks of this rank's slice, in the master dtype; it adds up over the backwards of a step.
+* `grad`: 1-D, the mean over ranks of this rank's slice, in the master dtype; it adds up over the backwards of a step. It is
+  in the tier of the master: `OnDisk` on disk. With `step_in_backward` it is in host memory instead.
+* `factor`: multiplies a gradient on disk when it is read: clipping by a norm does not rewrite it.
 * `held`: local gradients that wait for a later backward to be reduced (`no_sync` at stages 0 and 1).
 * `present`: which parameters have a gradient on any rank. A parameter without one keeps its value and its state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,10 @@ from torch import Tensor
 from ..comm.inflight import DONE, Inflight
 from ..comm.wire import SoloWire
 from ..core.precision import Precision
+from ..errors import ZeroError
+from ..tiers.array import OnDisk, Values
+from ..tiers.tier import Tier
+from .offload import Arrival
 from .parameter import has_raw_grads, raw_grad, take_raw_grads
 
 if TYPE_CHECKING:
@@ -28,7 +35,10 @@ class Bucket:
 
     def __init__(self, span: Span) -> None:
         self.span = span
-        self.grad: Tensor | None = None
+        self.grad: Values | None = None
+        self.factor: Tensor | None = None
+        self._home: Values | None = None
+        self._arrival: Arrival | None = None
         self.present: list[bool] = [False] * len(span.params)
         self.arrived: list[bool] = [False] * len(span.params)
         """Which parameters have had a gradient on this rank since `clear`."""
@@ -130,19 +140,97 @@ class Bucket:
     def add(self, mean: Tensor) -> None:
         """Add a reduced gradient of this rank's slice."""
         self._account.now["communication"] -= self._bytes
-        if self.grad is None:
+        moves = self.tier is Tier.DISK or (self.tier is Tier.HOST and not self._storage.link.is_one_memory)
+        if self.grad is None or moves:
             numel = self.span.local_numel
             if mean.numel() != numel or mean.dtype != self.span.master_dtype:
                 padded = torch.zeros(numel, dtype=self.span.master_dtype, device=mean.device)
                 padded[: mean.numel()].copy_(mean)
                 mean = padded
-            self.grad = mean
-        else:
+        if moves:
+            try:
+                self._send(mean)
+            except ZeroError as error:  # a full disk: all ranks raise at the end of the backward
+                self.span.context.note_failure(error)
+        elif isinstance(self.grad, Tensor):
             self.grad[: mean.numel()].add_(mean)
+        else:
+            self.grad = mean
+
+    @property
+    def tier(self) -> Tier:
+        """Where `grad` is stored."""
+        return Tier.HOST if self._storage.transient and self.span.tier is Tier.DISK else self.span.tier
+
+    def _send(self, mean: Tensor) -> None:
+        """Start to move a reduced gradient off the device. Two of all buckets are under way at most."""
+        self.land()
+        if self._home is None:
+            self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
+        if self.factor is not None and self.grad is not None:
+            for start, part in self.parts():
+                self.grad[start : start + part.numel()].copy_(part)
+            self.factor = None
+        self._arrival = Arrival(self._storage, mean, self._home, adds=self.grad is not None)
+        self.grad = self._home
+        self._storage.land(self)
+
+    def advance(self) -> None:
+        if self._arrival is not None:
+            try:
+                self._arrival.advance()
+            except ZeroError as error:
+                self.span.context.note_failure(error)
+
+    def land(self) -> None:
+        """Return when `grad` is where it is stored. A failed disk is noted: all ranks raise at the end of the backward."""
+        arrival = self._arrival
+        if arrival is None:
+            return
+        try:
+            arrival.land()
+        except ZeroError as error:
+            self.span.context.note_failure(error)
+        self._arrival = None
+
+    def parts(self, numel: int = 1 << 20) -> Iterator[tuple[int, Tensor]]:
+        """The reduced gradient in parts of memory: first element and values. What is not on disk is one part, itself.
+
+        Raises:
+            TierError: a part could not be read.
+        """
+        grad = self.grad
+        if isinstance(grad, OnDisk):
+            for start in range(0, grad.numel(), numel):
+                part = grad[start : start + numel].read()
+                yield start, part if self.factor is None else part.mul_(self.factor)
+        elif grad is not None:
+            yield 0, grad
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the reduced gradient."""
+        if isinstance(self.grad, OnDisk):
+            factor = factor.detach().to("cpu", self.grad.dtype)
+            self.factor = factor if self.factor is None else self.factor * factor
+        elif self.grad is not None:
+            self.grad.mul_(factor.to(self.grad.device))
+
+    def clamp(self, limit: float) -> None:
+        """Clamp the reduced gradient to `[-limit, limit]`.
+
+        Raises:
+            TierError: it could not be read or written.
+        """
+        for start, part in self.parts():
+            part.clamp_(-limit, limit)
+            if isinstance(self.grad, OnDisk):
+                self.grad[start : start + part.numel()].copy_(part)
+        self.factor = None
 
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""
-        self.grad = None
+        self.land()
+        self.grad = self.factor = None
         self.present = [False] * len(self.present)
         if local:
             self.drop_local()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..comm.agree import read
 from ..core.layout import Layout, ParamSpec
 from ..errors import LayoutError
 from ..plan.costs import Placement
@@ -66,7 +67,7 @@ def give_back(context: Context) -> None:
 def full_values(span: Span) -> torch.Tensor:
     """All ranks' slices of a span in the master dtype, 1-D. A collective."""
     whole = torch.empty(span.layout.numel, dtype=span.master_dtype, device=span.device)
-    mine = span.values().to(span.device)
+    mine = read(span.context.wire, span.values, may_fail=span.context.storage.uses_disk).to(span.device)
     if span.layout.shards > 1:
         span.context.wire.gather(whole, mine, span.layout.index, span.layout.cuts).close()
     else:

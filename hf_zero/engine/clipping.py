@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..comm.agree import read
 from ..comm.wire import SoloWire
 from .span import Span
 
@@ -23,8 +24,12 @@ def clip_norm(spans: Sequence[Span], wire: SoloWire, max_norm: float, norm_type:
         norm_type: order of the norm, `inf` too.
     """
     device = spans[0].device if spans else torch.device("cpu")
-    sums = [power_sum(grad, norm_type) for span in spans if (grad := span.bucket.grad) is not None]
-    sums = [value.to(device) for value in sums]
+
+    def local() -> list[Tensor]:
+        having = [span.bucket for span in spans if span.bucket.grad is not None]
+        return [power_sum([part for _, part in bucket.parts()], norm_type).to(device) for bucket in having]
+
+    sums = read(wire, local, may_fail=any(span.context.storage.uses_disk for span in spans))
     is_shared = any(span.layout.shards > 1 for span in spans)
     if math.isinf(norm_type):
         total = torch.stack(sums).max() if sums else torch.zeros((), dtype=torch.float64, device=device)
@@ -40,25 +45,43 @@ def clip_norm(spans: Sequence[Span], wire: SoloWire, max_norm: float, norm_type:
     if norm.device.type == "cpu" and float(scale) == 1.0:
         return norm
     for span in spans:
-        if span.bucket.grad is not None:
-            span.bucket.grad.mul_(scale.to(span.bucket.grad.device))
+        span.bucket.scale(scale)
     return norm
 
 
-def power_sum(values: Tensor, order: float) -> Tensor:
-    """The sum of `|x| ** order` in float64, or the largest magnitude."""
+def power_sum(parts: Iterable[Tensor], order: float) -> Tensor:
+    """The sum of `|x| ** order` in float64, or the largest magnitude, of the parts of one gradient.
+
+    The result does not depend on where parts end, as long as all but the last are whole rows.
+    """
+    rows: list[Tensor] = []
+    rest: list[Tensor] = []  # of less than a row
+    for values in parts:
+        if math.isinf(order):
+            rows.append(values.abs().max().double().view(1) if values.numel() else _none(values))
+            continue
+        whole = values.numel() // _ROW_NUMEL * _ROW_NUMEL
+        for part, into in ((values[:whole].view(-1, _ROW_NUMEL), rows), (values[whole:].view(1, -1), rest)):
+            if part.numel():
+                into.append(torch.linalg.vector_norm(part, order, dim=1).double().pow(order))
     if math.isinf(order):
-        return values.abs().max().double() if values.numel() else values.new_zeros((), dtype=torch.float64)
-    whole = values.numel() // _ROW_NUMEL * _ROW_NUMEL
-    rows = [part for part in (values[:whole].view(-1, _ROW_NUMEL), values[whole:].view(1, -1)) if part.numel()]
-    total = values.new_zeros((), dtype=torch.float64)
-    for part in rows:
-        total = total + torch.linalg.vector_norm(part, order, dim=1).double().pow(order).sum()
-    return total
+        return torch.cat(rows).max()
+    # Whole rows in one sum: the last bit of a norm follows the order of its sums.
+    sums = [torch.cat(each).sum() for each in (rows, rest) if each]
+    return (
+        sums[0] + sums[1] if len(sums) > 1 else sums[0] if sums else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
 
 
-def clip_value(spans: Iterable[Span], limit: float) -> None:
-    """Clamp every gradient to `[-limit, limit]`."""
-    for span in spans:
-        if span.bucket.grad is not None:
-            span.bucket.grad.clamp_(-limit, limit)
+def _none(values: Tensor) -> Tensor:
+    return values.new_zeros(1, dtype=torch.float64)
+
+
+def clip_value(spans: Sequence[Span], wire: SoloWire, limit: float) -> None:
+    """Clamp every gradient to `[-limit, limit]`. A collective where a rank uses a disk."""
+
+    def clamp() -> None:
+        for span in spans:
+            span.bucket.clamp(limit)
+
+    read(wire, clamp, may_fail=any(span.context.storage.uses_disk for span in spans))

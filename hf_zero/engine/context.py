@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision
-from ..errors import StateError, ZeroError
+from ..errors import StateError, TierError, ZeroError
 from ..tiers.pool import Storage
+from ..tiers.tier import Tier
 from .observer import Events
+from .offload import StorageTier, tier_of
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -30,6 +33,8 @@ class Context:
         layout: of all units; integers only.
         units: in registration order.
         failure: set while a step writes; stays set where one was left half done. See `check`.
+        is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
+        has_updated: with `step_in_backward`, units were updated since the last step.
     """
 
     model: nn.Module
@@ -44,6 +49,10 @@ class Context:
     layout: Layout
     units: list[Unit] = field(default_factory=list)
     failure: str | None = None
+    is_stepping: bool = False
+    has_updated: bool = False
+    _noted: ZeroError | None = None
+    _severity: int = 0
 
     @property
     def shard_rank(self) -> int:
@@ -65,10 +74,51 @@ class Context:
                 "one. Load a checkpoint (engine.load), or stop"
             )
 
-    def raise_on_all_ranks(self, error: ZeroError | None, what: str) -> None:
-        """Raise where any rank has an error. A collective, where ranks may differ in that: only disks can fail alone."""
-        from ..comm.agree import on_all_ranks
+    # Offload ----------------------------------------------------------------------------------------------------------
 
-        with on_all_ranks(self.wire, what, kind=type(error) if error is not None else StateError):
-            if error is not None:
-                raise error
+    def storage_tier(self, tier: Tier) -> StorageTier:
+        return tier_of(self.storage, tier)
+
+    @property
+    def severity(self) -> int:
+        """0: no failure of this rank waits for `raise_failures`. 1: values could not be moved. 2: a step is half done."""
+        return self._severity
+
+    def note_failure(self, error: BaseException, *, half_done: bool = False) -> None:
+        """An error that other ranks do not know. With a disk, all ranks raise it at the end of the pass; else at once.
+
+        Raises:
+            BaseException: `error`, where no rank uses a disk: all ranks make the same errors then.
+        """
+        if not self.storage.uses_disk:
+            if half_done:
+                self.failure = f"{type(error).__name__}: {error}"
+            raise error
+        known = error if isinstance(error, ZeroError) else TierError(f"{type(error).__name__}: {error}")
+        self._noted = self._noted or known
+        self._severity = max(self._severity, 1 + half_done)
+
+    def raise_failures(self, what: str, agreed: int | None = None) -> None:
+        """Raise on every rank what any rank noted. A collective where a rank uses a disk.
+
+        Args:
+            agreed: the highest severity of all ranks, where they have agreed on it already.
+
+        Raises:
+            TierError: a rank could not read or write.
+        """
+        if not self.storage.uses_disk:
+            return
+        if agreed is None:
+            agreed = self.wire.start_maximum([self._severity], at_end=True)()[0]
+        if not agreed:
+            return
+        error, self._noted, self._severity = self._noted, None, 0
+        try:
+            with on_all_ranks(self.wire, what, kind=TierError):
+                if error is not None:
+                    raise TierError(str(error)) from error
+        except ZeroError as raised:
+            if agreed > 1:
+                self.failure = str(raised)
+            raise

@@ -13,6 +13,7 @@ from ..errors import StateError
 from .build import give_back
 from .clipping import clip_norm, clip_value
 from .context import Context
+from .host_step import Stepper
 from .optimizer import Binding, StepWrapper
 from .precision import Autocast
 from .presence import Presence
@@ -35,6 +36,7 @@ class Engine:
         self.context, self.bindings = context, bindings
         self.model, self.units, self._wire, self.events = context.model, context.units, context.wire, context.events
         self.schedule = Schedule(context, self._after_sync)
+        self.stepper = Stepper(context, bindings, self.schedule) if context.config.offload_optimizer != "none" else None
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -101,9 +103,15 @@ class Engine:
         for event in self.events.before_step:
             event(binding.optimizer)
         self.schedule.quiesce()
+        if self.stepper is not None:
+            self.stepper.prepare(binding)
 
     def _after_step(self, binding: Binding) -> None:
+        if self.stepper is not None:
+            self.stepper.begin(binding)
         self.refresh(binding.spans)
+        if not self.context.frees:
+            self.context.raise_failures("optimizer.step()")
         self._wire.watch.step += 1
         self.schedule.stepped()
         for event in self.events.after_step:
@@ -137,6 +145,8 @@ class Engine:
         """
         self.schedule.recover()
         self.schedule.lost = None
+        if not set_to_none:
+            self._settle()
         for binding in self.bindings:
             if optimizer is not None and binding.optimizer is not optimizer:
                 continue
@@ -155,6 +165,11 @@ class Engine:
         for event in self.events.after_zero_grad:
             event()
 
+    def _settle(self) -> None:
+        """Return when no other thread updates masters or reads gradients."""
+        if self.stepper is not None:
+            self.stepper.settle()
+
     def _spans_of(self, optimizer: torch.optim.Optimizer) -> list[Span]:
         return [span for binding in self.bindings if binding.optimizer is optimizer for span in binding.spans]
 
@@ -170,19 +185,32 @@ class Engine:
         Returns:
             The norm before clipping, a scalar tensor, the same on every rank.
         """
-        self.schedule.flush()
+        self._before_clipping("clip_grad_norm_")
         return clip_norm(self.trained, self._wire, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`."""
+        self._before_clipping("clip_grad_value_")
+        clip_value(self.trained, self._wire, clip_value_)
+
+    def _before_clipping(self, what: str) -> None:
+        if self.context.config.step_in_backward and self.stepper is not None:
+            raise StateError(
+                f"{what}: step_in_backward updates parameters before all gradients are there, so nothing can be clipped. "
+                "Set step_in_backward to False, or do not clip (max_grad_norm=0 in TrainingArguments)"
+            )
         self.schedule.flush()
-        clip_value(self.trained, clip_value_)
+        self._settle()
 
     # End --------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective."""
         self.schedule.quiesce()
+        self._settle()
+        self.context.raise_failures("detach()")
+        if self.stepper is not None:
+            self.stepper.close()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

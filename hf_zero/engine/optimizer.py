@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import LayoutError, StallError
 from ..tiers.array import OnDisk
+from ..tiers.tier import Tier
 from .context import Context
 from .segments import Segment, first_segments, runs_of, split
 from .span import Span
@@ -93,8 +94,7 @@ class Binding:
 def _joined(segment: Segment, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The state of a segment from the states of its whole parameters."""
     out: dict[str, Any] = {}
-    layout = segment.span.layout
-    low, _ = layout.bounds(segment.span.rank)
+    span, layout = segment.span, segment.span.layout
     for name in dict.fromkeys(name for each in entries for name in each):
         values = [each.get(name) for each in entries]
         sample = next(value for value in values if value is not None)
@@ -111,7 +111,7 @@ def _joined(segment: Segment, entries: Sequence[dict[str, Any]]) -> dict[str, An
             if part is not None and value is not None:
                 start = part.start - segment.start
                 joined[start : start + part.numel].copy_(value.reshape(-1)[part.there])
-        out[name] = joined
+        out[name] = joined if span.tier is Tier.DEVICE else span.context.storage_tier(span.tier).store(joined)
     return out
 
 

@@ -36,12 +36,17 @@ class Presence:
     def agree(self) -> None:
         """After the reduces of a backward. A collective."""
         units = self._context.units
+        self._land()
         late = [unit.has_local_grads if unit.trained else False for unit in units]
         mine = [self._flags(unit) for unit in units]
         changed = [flags != before for flags, before in zip(mine, self._mine)]
-        found = self._context.wire.start_maximum([*map(int, late), *map(int, changed)], at_end=True)()
+        found = self._context.wire.start_maximum(
+            [*map(int, late), *map(int, changed), self._context.severity], at_end=True
+        )()
+        self._context.raise_failures("backward", found.pop())
         if any(found[: len(units)]):
             self._reduce_late([unit for unit, flag in zip(units, found) if flag])
+            self._land()
         if any(found[len(units) :]):
             numbers = [number for number, flag in enumerate(found[len(units) :]) if flag]
             for number in numbers:
@@ -55,6 +60,13 @@ class Presence:
             for span in unit.trained:
                 self._set(span, flags[start : start + len(span.params)])
                 start += len(span.params)
+
+    def _land(self) -> None:
+        """Gradients are where they are stored."""
+        if self._context.config.offloads:
+            for unit in self._context.units:
+                for span in unit.trained:
+                    span.bucket.land()
 
     @staticmethod
     def _flags(unit: Unit) -> Flags:

@@ -120,6 +120,8 @@ class Schedule:
         self._release_prefetched()
         for event in self.events.after_forward:
             event(output)
+        if self.frees:
+            self.context.raise_failures("forward")
 
     def _release_prefetched(self) -> None:
         if self.frees:
@@ -405,6 +407,8 @@ class Schedule:
             self.lost = (
                 "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
             )
+            if self.context.has_updated:
+                self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None
             self._to_reduce.clear()
             self._reducing.clear()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
+from ..tiers.tier import Tier
 
 if TYPE_CHECKING:
     from .span import Span
@@ -27,7 +28,8 @@ class Segment:
 
     Attributes:
         members: indices of the parameters that have elements here, in order.
-        tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host.
+        tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
+            master on disk it is empty and never has a gradient: the optimizer's own step passes over it.
     """
 
     __slots__ = ("members", "span", "start", "stop", "tensor")
@@ -52,7 +54,7 @@ class Segment:
     def _values(self) -> Tensor:
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
-            return torch.empty(0, dtype=part.dtype, device="cpu").expand(0)
+            return torch.empty(0, dtype=part.dtype, device="cpu")
         return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
 
     def rest_on(self, slice_values: Tensor) -> None:
@@ -64,7 +66,8 @@ class Segment:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         grad = self.span.bucket.grad
         present = grad is not None and any(self.span.bucket.present[index] for index in self.members)
-        if grad is None or not present or isinstance(self.span.master, OnDisk):
+        is_hidden = self.span.context.is_stepping and self.span.tier is not Tier.DEVICE
+        if not present or not isinstance(grad, Tensor) or isinstance(self.span.master, OnDisk) or is_hidden:
             self.tensor.grad = None
             return
         self.tensor.grad = grad[self.start : self.stop].view(self.tensor.shape)

@@ -13,12 +13,14 @@ from ..comm.group_wire import open_wire
 from ..comm.hybrid import in_replicas
 from ..config import STAGES, ZeroConfig
 from ..core.precision import Precision
-from ..errors import ConfigError, RankMismatchError
+from ..errors import ConfigError, RankMismatchError, TierError
+from ..plan.costs import Placement
 from ..plan.machine import Machine
 from ..plan.plan import Drafter, plan
 from ..plan.solve import PlanInputs
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import Storage
+from ..tiers.tier import Tier
 from .build import build_units, device_of, layout_for, specs_of
 from .context import Context
 from .engine import Engine
@@ -93,5 +95,36 @@ def shard(
     events = Events(observers)
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
-    build_units(context, drafter, specs, made.placements)
+    storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
+    storage.transient = config.step_in_backward
+    with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
+        _check_offload(config, precision, storage, len(optimizers))
+        build_units(context, drafter, specs, made.placements)
     return Engine(context, bind(optimizers, context, originals))
+
+
+def _on_disk(placement: Placement) -> bool:
+    return placement.parameters is Tier.DISK or any(tier is Tier.DISK for tier, _ in placement.optimizer)
+
+
+def _check_offload(config: ZeroConfig, precision: Precision, storage: Storage, optimizers: int) -> None:
+    """
+    Raises:
+        ConfigError: the folder of the disk tier cannot be used; fp16 with gradients that a loss scaler cannot see;
+            `step_in_backward` with several optimizers.
+    """
+    if storage.uses_disk:
+        _ = storage.disk.where  # opens the file
+    if config.step_in_backward and optimizers > 1:
+        raise ConfigError(
+            f"step_in_backward updates parameters before user code says which of {optimizers} optimizers steps. Set it to "
+            "False, or build one optimizer with several groups"
+        )
+    if precision.autocast_dtype != torch.float16 or config.offload_optimizer == "none":
+        return
+    if config.step_in_backward or config.offload_optimizer != "cpu":
+        setting = "step_in_backward" if config.step_in_backward else f"offload_optimizer={config.offload_optimizer!r}"
+        raise ConfigError(
+            f"mixed_precision='fp16' needs gradients that the loss scaler can check, and {setting} does not keep them in "
+            "memory. Use bf16, or offload_optimizer='cpu'"
+        )

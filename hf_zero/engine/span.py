@@ -5,7 +5,8 @@
 * `local`: this rank's slice of `full`.
 * `master`: 1-D, this rank's slice in the master dtype: the only copy of the values that survives a release. It is the
   memory of `local` where `full` is never released and both dtypes are equal. On the device, in host memory or on disk.
-* `copy`: the slice in the compute dtype, where the master is not on the device: what a gather reads.
+* `copy`: the slice in the compute dtype, where the master is not on the device: what a gather reads. Where `full` stays it is
+  None, and `local` is what a gather reads. Who writes the master writes there, too (`published`).
 
 All writes go through `full`, `local` and `master`, never through a parameter, so parameters keep their version counters.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,9 @@ from .bucket import Bucket
 from .context import Context
 from .parameter import Place, adopt, original_class, raw_data, set_raw_data
 from .segments import Segment
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 
 class Span:
@@ -103,10 +108,11 @@ class Span:
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
-    def adopt_params(self, unit: object) -> None:
+    def adopt_params(self, unit: Unit) -> None:
         """Point the parameters at `full`, and make them report access."""
+        self.unit = unit
         for index, (param, view) in enumerate(zip(self.params, self.views)):
-            adopt(param, Place(unit, self, index))  # type: ignore[arg-type]
+            adopt(param, Place(unit, self, index))
             set_raw_data(param, view)
 
     def view(self, index: int) -> Tensor:
@@ -140,11 +146,22 @@ class Span:
     def load_local(self) -> Inflight:
         """Start to fill `local` from the master, or from its copy."""
         source = self.master if self.copy is None else self.copy
-        if isinstance(source, Tensor) and source.device == self.device and self.tier is Tier.DEVICE:
+        if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values
+            return DONE
+        if self.tier is Tier.DEVICE or self.copy_tier is Tier.DEVICE:
             if not self.is_alias:
-                self.local.copy_(source)
+                self.local.copy_(fetch(source))
             return DONE
         return self.context.storage_tier(self.copy_tier).load(source, self.local)
+
+    @property
+    def published(self) -> Values | None:
+        """Where new values of a master that is not on the device must be written, too, in the compute dtype."""
+        if self.tier is Tier.DEVICE:
+            return None
+        if self.copy is None:
+            return self.local
+        return None if self.copy is self.master else self.copy
 
     def gather(self) -> Inflight:
         """Start the all-gather of the slices; `local` has this rank's values."""
@@ -191,17 +208,22 @@ class Span:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def values(self, start: int = 0, numel: int | None = None) -> Tensor:
-        """This rank's slice, or so many elements of it, in the master dtype, 1-D; maybe the master itself."""
+        """This rank's slice, or so many elements of it, in the master dtype, 1-D; maybe the master itself.
+
+        Raises:
+            TierError: it could not be read from disk, on this rank alone.
+        """
+        self.unit.wait_for_step()
         stop = self.local_numel if numel is None else start + numel
         return fetch(self.master[start:stop])
 
     @torch.no_grad()
     def write(self, start: int, values: Tensor) -> None:
         """Write elements of this rank's slice, from `start` on. What is gathered is old afterwards."""
-        target = self.master[start : start + values.numel()]
-        target.copy_(values)
-        if self.copy is not None and self.copy is not self.master:
-            self.copy[start : start + values.numel()].copy_(values.to(self.compute_dtype))
+        self.unit.wait_for_step()
+        self.master[start : start + values.numel()].copy_(values)
+        if self.published is not None:
+            self.published[start : start + values.numel()].copy_(values.to(self.compute_dtype))
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from ..tiers.tier import Tier
 from .context import Context
 from .parameter import set_released
 from .span import Span
+
+if TYPE_CHECKING:
+    from .host_step import UnitStep
 
 
 class State(Enum):
@@ -37,7 +41,6 @@ class Unit:
         hosts: modules whose forward uses it.
         index: its number among the model's units.
         step: an update of its offloaded spans by another thread; None if there is none.
-        failure: a read from disk failed on this rank; raised on every rank at the end of the pass.
     """
 
     def __init__(
@@ -49,8 +52,7 @@ class Unit:
         self.params = [param for span in spans for param in span.params]
         self.context, self.events = context, context.events
         self.state = State.GATHERED
-        self.step: object | None = None
-        self.failure: TierError | None = None
+        self.step: UnitStep | None = None
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
@@ -82,12 +84,14 @@ class Unit:
         self.state = State.GATHERING
 
     def _send(self) -> None:
-        for load in self._loads:
+        loads, self._loads = self._loads, []
+        for load in loads:
             try:
                 load.wait()
+                self._loads.append(load)
             except TierError as error:
                 # Other ranks wait for this slice: they get NaN, and every rank raises at the end of the pass.
-                self.failure = self.failure or error
+                self.context.note_failure(error)
                 for span in self.spans:
                     span.local.fill_(float("nan") if span.local.is_floating_point() else 0)
         self._gathers = [span.gather() for span in self.spans if not span.stays or span.is_old]
@@ -139,11 +143,12 @@ class Unit:
         """Return when no other thread updates the unit's spans.
 
         Raises:
-            TierError: the update failed.
+            BaseException: the update failed, and no rank uses a disk; else see `Context.raise_failures`.
         """
         step, self.step = self.step, None
-        if step is not None:
-            step.wait()  # type: ignore[attr-defined]
+        error = step.wait() if step is not None else None
+        if error is not None:
+            self.context.note_failure(error, half_done=True)
 
     # Gradients --------------------------------------------------------------------------------------------------------
 

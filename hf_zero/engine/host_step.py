@@ -1,0 +1,344 @@
+"""The optimizer's step over masters that are not on the device, in one thread of its own.
+
+A copy of the optimizer (`twin`) steps over one block at a time, small enough for the processor's cache, and the new values go
+to where gathers read them while they are there (ZeRO-Offload, arXiv 2101.06840, section 4). What is on disk passes through
+a ring of slabs: one is read, one is updated, one is written (ZeRO-Infinity, arXiv 2104.07857, section 5.2).
+
+Units are updated in the order in which the next forward needs them. `Unit.wait_for_step` returns when one is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.inflight import Inflight, Latch
+from ..errors import StateError
+from ..tiers.array import OnDisk, Values
+from ..tiers.pool import Storage
+from ..tiers.tier import Tier
+from .context import Context
+from .optimizer import Binding
+from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
+from .schedule import Schedule
+from .span import Span
+from .twin import Twin, is_elementwise
+from .unit import Unit
+
+
+@dataclass(eq=False)
+class UnitStep:
+    """The running update of one unit."""
+
+    pieces: list[Piece]
+    twin: Twin
+    optimizer: torch.optim.Optimizer
+    after: Any
+    """A point in the device's work: full parameters and copies may be written after it."""
+    arrivals: list[Callable[[], None]]
+    done: Latch = field(default_factory=Latch)
+    error: BaseException | None = None
+
+    def wait(self) -> BaseException | None:
+        """Return when the update is over; what it raised, if anything."""
+        self.done.wait()
+        return self.error
+
+
+class Stepper:
+    """The thread that updates masters in host memory and on disk, and its memory."""
+
+    def __init__(self, context: Context, bindings: Sequence[Binding], schedule: Schedule) -> None:
+        self._context, self._bindings, self._schedule = context, bindings, schedule
+        self._storage: Storage = context.storage
+        self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.trained)]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step")
+        self._twin: Twin | None = None
+        self._broken: BaseException | None = None
+        self._updated: set[Unit] = set()  # in this step's backward
+        self._arrays: dict[tuple[Span, str], OnDisk] = {}
+        self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
+        self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
+        if context.config.step_in_backward:
+            context.events.unit_reduced.append(self.step_unit)
+            context.events.before_gather.append(self._refuse_gather)
+
+    # Around the optimizer's own step ----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Return when no update runs."""
+        for unit in self._units:
+            unit.wait_for_step()
+
+    def prepare(self, binding: Binding) -> None:
+        """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
+        self.settle()
+        self._context.raise_failures("an optimizer's step over offloaded state")
+        self._broken = None
+        if not self._updated:
+            self._twin = self._new_twin(binding)
+        self._context.is_stepping = True
+        for group in binding.segments:
+            for segment in group:
+                if segment.span.tier is not Tier.DEVICE:
+                    segment.tensor.grad = None
+
+    def begin(self, binding: Binding) -> None:
+        """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
+        twin, self._twin = self._twin or self._new_twin(binding), None
+        self._context.is_stepping = self._context.has_updated = False
+        self._updated.clear()
+        after = self._storage.link.mark()
+        for unit in self._units:
+            self._start(unit, binding, twin, after)
+            for span in unit.trained:
+                for segment in span.segments:
+                    segment.show_grad()
+
+    def _new_twin(self, binding: Binding) -> Twin:
+        # On a CPU device the optimizer's own step is not fused by default, and results are to be equal to the bit.
+        return Twin(binding.optimizer, fuse=self._context.device.type != "cpu")
+
+    def step_unit(self, unit: Unit) -> None:
+        """In a backward with `step_in_backward`: the unit's gradients are complete.
+
+        Raises:
+            StateError: they were not, the last time.
+        """
+        if unit not in self._units or not self._schedule.sync:
+            return
+        if unit in self._updated:
+            raise StateError(
+                f"unit {unit.name!r} received gradients after it was updated. With step_in_backward every backward but the "
+                "last of a step must be inside engine.no_sync(). Set step_in_backward to False if they cannot"
+            )
+        self._twin = self._twin or self._new_twin(self._bindings[0])
+        self._updated.add(unit)
+        self._context.has_updated = True
+        self._agree_on_present(unit)
+        for span in unit.trained:
+            if len(set(span.bucket.present)) > 1:
+                self._bindings[0].split(span)
+        self._start(unit, self._bindings[0], self._twin, self._storage.link.mark())
+        for span in unit.trained:
+            if span.tier is not Tier.DEVICE:
+                span.bucket.grad = None
+
+    def _agree_on_present(self, unit: Unit) -> None:
+        """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
+        mine = [float(flag) for span in unit.trained for flag in span.bucket.arrived]
+        flags = torch.tensor(mine, dtype=torch.float32, device=self._context.device)
+        agreed = iter(self._context.wire.max_scalar(flags).tolist())
+        for span in unit.trained:
+            span.bucket.present = [next(agreed) > 0 for _ in span.params]
+
+    def _refuse_gather(self, unit: Unit) -> None:
+        if unit in self._updated and self._schedule.in_backward:
+            raise StateError(
+                f"unit {unit.name!r} is needed in a backward after step_in_backward updated it. Set step_in_backward to False"
+            )
+
+    def _start(self, unit: Unit, binding: Binding, twin: Twin, after: Any) -> None:
+        pieces, arrivals = [], []
+        for number, group in enumerate(binding.segments):
+            for segment in group:
+                span = segment.span
+                bucket = span.bucket
+                if span not in unit.trained or span.tier is Tier.DEVICE or bucket.grad is None:
+                    continue
+                if any(bucket.present[index] for index in segment.members):
+                    known = dict(binding.state_of(segment))
+                    pieces.append(Piece(segment, number, bucket.grad, bucket.factor, known))
+                    arrivals.append(bucket.land)
+        if not pieces:
+            return
+        unit.wait_for_step()
+        step = UnitStep(pieces, twin, binding.optimizer, after, arrivals)
+        unit.step = step
+        for piece in pieces:
+            if isinstance(piece.span.master, OnDisk):
+                self._ring.announce(piece)
+        self._pool.submit(self._run, step)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self, step: UnitStep) -> None:
+        try:
+            if self._broken is not None:
+                raise StateError("an earlier unit's update failed") from self._broken
+            for land in step.arrivals:
+                land()
+            for piece in step.pieces:
+                if isinstance(piece.span.master, OnDisk):
+                    self._update_on_disk(step, piece)
+                else:
+                    self._update_in_host(step, piece)
+            self._drain(0)
+            self._ring.finish_writes(0)
+        except BaseException as error:
+            step.error = error
+            if self._broken is None:
+                self._broken = error
+            self._abandon()
+        finally:
+            step.pieces.clear()
+            step.done.set()
+
+    def _update_in_host(self, step: UnitStep, piece: Piece) -> None:
+        segment = piece.segment
+        assert isinstance(piece.span.master, Tensor)
+        assert isinstance(piece.grad, Tensor)
+
+        def memory(_: str, dtype: torch.dtype) -> Tensor:
+            return self._storage.link.empty(segment.numel, dtype, travels=False)
+
+        master, grad = piece.span.master[segment.here], piece.grad[segment.here]
+        entries = self._update(step, piece, segment.start, master, grad, piece.known, memory)
+        self._keep_state(step, piece, entries)
+
+    def _update_on_disk(self, step: UnitStep, piece: Piece) -> None:
+        segment = piece.segment
+        kept: dict[str, Any] = {}
+        for slab in self._ring.slabs_of(piece):
+            slot, numel = self._ring.next(slab), slab.stop - slab.start
+            values = slot.values
+            master, grad = values.pop(MASTER), values.pop(GRAD)
+            if piece.factor is not None:
+                grad.mul_(piece.factor)
+            single = {name: value for name, value in piece.known.items() if name not in values}
+
+            def memory(name: str, dtype: torch.dtype, slot: Slot = slot, numel: int = numel) -> Tensor:
+                return slot.get(name, numel, dtype)
+
+            entries = self._update(step, piece, slab.start, master, grad, {**single, **values}, memory)
+            targets: list[tuple[OnDisk, Tensor]] = [(_on_disk(piece.span.master)[slab.here], master)]
+            for name, value in entries.items():
+                if is_elementwise(name, value, numel):
+                    kept[name] = self._home(piece, name, value.dtype)
+                    targets.append((kept[name][slab.in_segment], value.view(-1)))
+                else:
+                    kept[name] = value
+            self._ring.write(slot, targets)
+        if segment.numel:
+            self._keep_state(step, piece, kept)
+
+    def _home(self, piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
+        """Where a state of a segment is stored: in one array per span, so that offsets are aligned like the master's."""
+        before = piece.known.get(name)
+        if isinstance(before, OnDisk):
+            return before
+        whole = self._arrays.get((piece.span, name))
+        if whole is None or whole.dtype != dtype:
+            whole = _on_disk(self._context.storage_tier(Tier.DISK).empty(piece.span.local_numel, dtype))
+            self._arrays[piece.span, name] = whole
+        return whole[piece.segment.here]
+
+    @staticmethod
+    def _keep_state(step: UnitStep, piece: Piece, entries: dict[str, Any]) -> None:
+        if entries:
+            step.optimizer.state[piece.segment.tensor].update(entries)
+
+    def _update(
+        self,
+        step: UnitStep,
+        piece: Piece,
+        start: int,
+        master: Tensor,
+        grad: Tensor,
+        entries: dict[str, Any],
+        memory: Callable[[str, torch.dtype], Tensor],
+    ) -> dict[str, Any]:
+        """Update `master`, elements of the slice from `start` on, block by block. Returns the state.
+
+        Args:
+            memory: makes memory for a new element-wise state.
+        """
+        numel, group, twin, sizes = master.numel(), piece.group, step.twin, self._storage.sizes
+        width = sizes.block_numel if twin.is_fused(group) else sizes.loop_numel
+        if piece.segment.is_matrix:
+            width = max(1, numel)
+        names = [name for name, value in entries.items() if is_elementwise(name, value, numel)]
+        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries) and not piece.segment.is_matrix
+        kernel = twin.kernels[group] if has_moments else None
+        count = entries["step"] + 1 if kernel is not None else None
+        out: dict[str, Any] = {name: entries[name] for name in names}
+        for low in range(0, numel, width):
+            here = slice(low, min(low + width, numel))
+            values, part = master[here], grad[here]
+            if kernel is not None and count is not None:
+                kernel(values, part, entries["exp_avg"][here], entries["exp_avg_sq"][here], count)
+                self._publish(piece.span, start + low, values, step.after)
+                continue
+            shape = piece.segment.tensor.shape if piece.segment.is_matrix else values.shape
+            state = {name: _copied(value) for name, value in entries.items() if name not in names}
+            state |= {name: out[name].view(-1)[here].view(shape) for name in names}
+            for name, value in twin.step(group, values.view(shape), part.view(shape), state).items():
+                if not is_elementwise(name, value, values.numel()):
+                    out[name] = value
+                    continue
+                if name not in out:
+                    whole = memory(name, value.dtype)
+                    out[name] = whole.view(value.shape) if value.numel() == numel else whole
+                target = out[name].view(-1)[here]
+                if target.data_ptr() != value.data_ptr():
+                    target.copy_(value.reshape(-1))
+            self._publish(piece.span, start + low, values, step.after)
+        return {**entries, "step": count} if kernel is not None else out
+
+    # To where gathers read ----------------------------------------------------------------------------------------------
+
+    def _publish(self, span: Span, start: int, values: Tensor, after: Any) -> None:
+        """New values of the master to what gathers read, if that is other memory."""
+        home = span.published
+        if home is None:
+            return
+        target = home[start : start + values.numel()]
+        if isinstance(target, Tensor) and target.device.type == "cpu":
+            target.copy_(values)
+            return
+        memory = None
+        if values.dtype != target.dtype or isinstance(target, OnDisk):
+            # A slab's buffer may be read to again before the write from it has ended: it is copied.
+            memory = self._storage.scratch(values.numel(), target.dtype)
+            values = memory.copy_(values)
+        move = (
+            target.begin_write(values) if isinstance(target, OnDisk) else self._storage.link.up(values, target, after)
+        )
+        self._leaving.append((move, memory))
+        self._drain(self._storage.sizes.lanes)
+
+    def _drain(self, most: int) -> None:
+        """Wait until at most so many transfers are under way."""
+        while len(self._leaving) > most:
+            move, memory = self._leaving.popleft()
+            try:
+                move.close()
+            finally:
+                if memory is not None:
+                    self._storage.give_back(memory)
+
+    def _abandon(self) -> None:
+        """After an error: nothing is under way, and nothing is read ahead."""
+        for move, _ in self._leaving:
+            without_error(move.close)
+        self._leaving.clear()
+        self._ring.abandon()
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _on_disk(values: Values) -> OnDisk:
+    assert isinstance(values, OnDisk)
+    return values

@@ -1,0 +1,170 @@
+"""The tiers beside the device, behind one small interface, and gradients on their way to them.
+
+* `HostTier`: values are tensors in host memory, page-locked where the device is CUDA.
+* `DiskTier`: values are `OnDisk`, in this rank's own file.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.inflight import DONE, Inflight
+from ..tiers.array import DiskArray, OnDisk, Values
+from ..tiers.pool import Storage
+from ..tiers.tier import Tier
+
+
+class StorageTier(Protocol):
+    """Where values are stored that are not on the device."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Values:
+        """Return new 1-D values, undefined."""
+        ...
+
+    def store(self, values: Tensor) -> Values:
+        """Return a copy of 1-D `values` (any device) in this tier."""
+        ...
+
+    def load(self, source: Values, target: Tensor) -> Inflight:
+        """Start to copy `source`, which is in this tier, to `target` on the device; same dtype and length.
+
+        Raises:
+            TierError: (when waiting) the read failed.
+        """
+        ...
+
+
+class HostTier:
+    """Host memory."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._link = storage.link
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._link.empty(numel, dtype)
+
+    def store(self, values: Tensor) -> Tensor:
+        return self.empty(values.numel(), values.dtype).copy_(values)
+
+    def load(self, source: Values, target: Tensor) -> Inflight:
+        assert isinstance(source, Tensor)
+        return self._link.up(source, target)
+
+
+class DiskTier:
+    """This rank's file."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def empty(self, numel: int, dtype: torch.dtype) -> OnDisk:
+        return OnDisk(DiskArray(self._storage.disk, numel, dtype))
+
+    def store(self, values: Tensor) -> OnDisk:
+        return self.empty(values.numel(), values.dtype).copy_(values)
+
+    def load(self, source: Values, target: Tensor) -> Inflight:
+        assert isinstance(source, OnDisk)
+        if self._storage.link.is_one_memory:
+            return source.begin_read(target)
+        through = _ThroughHost(self._storage, source, target)
+        return Inflight((through,), (_Closing(through),))
+
+
+class _ThroughHost:
+    """A read from disk into host memory, and from there to the device when it is waited for."""
+
+    def __init__(self, storage: Storage, source: OnDisk, target: Tensor) -> None:
+        self._storage, self._target = storage, target
+        self._memory = storage.scratch(source.numel(), source.dtype)
+        self._read, self._up = source.begin_read(self._memory), DONE
+
+    def wait(self) -> None:
+        self._read.wait()
+        self._up = self._storage.link.up(self._memory, self._target)
+        self._up.wait()
+
+    def close(self) -> None:
+        self._up.close()
+        self._storage.give_back(self._memory)
+
+
+class _Closing:
+    def __init__(self, through: _ThroughHost) -> None:
+        self._through = through
+
+    def wait(self) -> None:
+        self._through.close()
+
+
+def tier_of(storage: Storage, tier: Tier) -> StorageTier:
+    """Return the interface of a tier that is not the device."""
+    return HostTier(storage) if tier is Tier.HOST else DiskTier(storage)
+
+
+class Arrival:
+    """A reduced gradient on its way from the device to its span's tier. Any thread may land it.
+
+    Args:
+        mean: on the device, of the length and dtype of `home`. It must not change until this has landed.
+        home: where the gradient is stored.
+        adds: `home` has a gradient of this step already.
+    """
+
+    def __init__(self, storage: Storage, mean: Tensor, home: Values, *, adds: bool) -> None:
+        self._storage, self._home, self._adds = storage, home, adds
+        self._lock, self._is_over = threading.Lock(), False
+        self._write: Inflight | None = None
+        self._scratch: Tensor | None = None
+        if storage.link.is_one_memory:
+            self._values, self._move = mean, DONE
+            return
+        if isinstance(home, Tensor) and not adds:
+            self._values = home
+        else:
+            self._values = self._scratch = storage.scratch(mean.numel(), mean.dtype)
+        self._move = storage.link.down(mean, self._values)
+
+    def advance(self) -> None:
+        """Begin what can begin without waiting for the device."""
+        with self._lock:
+            if not self._is_over and self._write is None and self._move.ready:
+                self._store()
+
+    def land(self) -> None:
+        """Return when the gradient is stored.
+
+        Raises:
+            TierError: it could not be read or written.
+        """
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            try:
+                if self._write is None:
+                    self._store()
+                if self._write is not None:
+                    self._write.close()
+            finally:
+                if self._scratch is not None:
+                    self._storage.give_back(self._scratch)
+
+    def _store(self) -> None:
+        self._move.close()
+        if isinstance(self._home, Tensor):
+            if self._adds:
+                self._home.add_(self._values)
+            self._write = DONE
+            return
+        if self._adds:
+            before = self._storage.scratch(self._values.numel(), self._values.dtype)
+            try:
+                self._values.add_(self._home.read_into(before))
+            finally:
+                self._storage.give_back(before)
+        self._write = self._home.begin_write(self._values)

@@ -1,0 +1,213 @@
+"""The ring through which masters, gradients and states on disk pass: one slab is read, one updated, one written."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.inflight import Inflight
+from ..errors import StateError
+from ..tiers.array import OnDisk, Values
+from ..tiers.host import Link
+from ..tiers.pool import Storage
+from .segments import Segment
+from .span import Span
+from .twin import is_elementwise
+
+MASTER, GRAD = "\0master", "\0grad"
+"""Keys beside names of states."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """One segment to update.
+
+    Attributes:
+        grad: the span's whole gradient.
+        factor: multiplies a gradient on disk, which clipping has not rewritten.
+        known: the segment's state when the step began. Slabs are read ahead, so it must not change meanwhile.
+    """
+
+    segment: Segment
+    group: int
+    grad: Values
+    factor: Tensor | None
+    known: dict[str, Any]
+
+    @property
+    def span(self) -> Span:
+        return self.segment.span
+
+    def slabs(self, numel: int) -> Iterator[Slab]:
+        """Bounds are multiples of `numel` in the span's slice: direct transfers need aligned offsets."""
+        start = self.segment.start
+        while start < self.segment.stop:
+            stop = self.segment.stop if self.segment.is_matrix else min(self.segment.stop, (start // numel + 1) * numel)
+            yield Slab(self, start, stop)
+            start = stop
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Elements `start` to `stop` of a span's slice that are read, updated and written together."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def here(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def in_segment(self) -> slice:
+        return slice(self.start - self.piece.segment.start, self.stop - self.piece.segment.start)
+
+
+class Slot:
+    """Host memory of one slab of the ring: one buffer for the master, the gradient and each state."""
+
+    def __init__(self, link: Link, account: Callable[[int], None]) -> None:
+        self._link, self._account = link, account
+        self._memory: dict[str, Tensor] = {}
+        self.slab: Slab | None = None
+        self.values: dict[str, Tensor] = {}
+        self.transfers: list[Inflight] = []
+
+    def get(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        needed = numel * dtype.itemsize
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < needed:
+            self._account(needed - (0 if memory is None else memory.numel()))
+            memory = self._memory[name] = self._link.empty(needed, torch.uint8)
+        return memory[:needed].view(dtype)
+
+    def read(self, slab: Slab) -> None:
+        """Start to read the slab."""
+        self.slab, self.values, self.transfers = slab, {}, []
+        piece, numel = slab.piece, slab.stop - slab.start
+        sources: dict[str, Any] = {MASTER: piece.span.master[slab.here], GRAD: piece.grad[slab.here]}
+        for name, value in piece.known.items():
+            if _is_elementwise(name, value, piece.segment.numel):
+                flat = value if isinstance(value, OnDisk) else value.reshape(-1)
+                sources[name] = flat[slab.in_segment]
+        for name, source in sources.items():
+            if isinstance(source, OnDisk):
+                self.values[name] = self.get(name, numel, source.dtype)
+                self.transfers.append(source.begin_read(self.values[name]))
+            else:
+                self.values[name] = source
+
+    def wait(self) -> None:
+        """Return when no transfer uses the memory.
+
+        Raises:
+            TierError: one of them failed.
+        """
+        transfers, self.transfers = self.transfers, []
+        failure: BaseException | None = None
+        for transfer in transfers:
+            try:
+                transfer.close()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class Ring:
+    """Slabs on their way through host memory, in the order in which they were announced.
+
+    Args:
+        before_reuse: waits for transfers that read from a slot's memory, before it is read to again.
+    """
+
+    def __init__(self, storage: Storage, before_reuse: Callable[[], None]) -> None:
+        self._storage, self._before_reuse = storage, before_reuse
+        self._ahead: deque[Slab] = deque()
+        self._reading: deque[Slot] = deque()
+        self._writing: deque[Slot] = deque()
+        self._free = self._new_slots()
+
+    def _new_slots(self) -> list[Slot]:
+        host = self._storage.ledger.host
+        return [
+            Slot(self._storage.link, lambda nbytes: host.add("staging", nbytes))
+            for _ in range(self._storage.sizes.slabs)
+        ]
+
+    def slabs_of(self, piece: Piece) -> Iterator[Slab]:
+        return piece.slabs(self._storage.sizes.slab_numel)
+
+    def announce(self, piece: Piece) -> None:
+        """Any thread: the piece will be updated after those that were announced before."""
+        self._ahead.extend(self.slabs_of(piece))
+
+    def next(self, slab: Slab) -> Slot:
+        """The slab, read; the slabs after it are being read.
+
+        Raises:
+            TierError: it could not be read, or an earlier one not written.
+        """
+        self._read_ahead()
+        while not self._reading:
+            if not self._writing:
+                raise StateError("a slab was asked for that was not announced")
+            self.finish_writes(len(self._writing) - 1)
+        slot = self._reading.popleft()
+        found = slot.slab
+        if found is None or found.piece is not slab.piece or found.start != slab.start:
+            raise StateError("slabs came from disk in another order than they were announced")
+        slot.wait()
+        return slot
+
+    def write(self, slot: Slot, targets: Sequence[tuple[OnDisk, Tensor]]) -> None:
+        """Start to write an updated slab. Of those before it none is being written any more."""
+        slot.transfers = [target.begin_write(value) for target, value in targets]
+        self._writing.append(slot)
+        self.finish_writes(1)
+
+    def finish_writes(self, most: int) -> None:
+        """Wait until at most so many slabs are being written.
+
+        Raises:
+            TierError: one could not be.
+        """
+        while len(self._writing) > max(0, most):
+            slot = self._writing.popleft()
+            self._before_reuse()
+            slot.wait()
+            self._free.append(slot)
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._free and self._ahead:
+            slot = self._free.pop()
+            slot.read(self._ahead.popleft())
+            self._reading.append(slot)
+
+    def abandon(self) -> None:
+        """After an error: nothing is under way, and nothing is read ahead."""
+        self._ahead.clear()
+        for slot in (*self._reading, *self._writing):
+            without_error(slot.wait)
+        self._reading.clear()
+        self._writing.clear()
+        self._free = self._new_slots()
+
+
+def _is_elementwise(name: str, value: Any, numel: int) -> bool:
+    on_disk = isinstance(value, OnDisk) and value.numel() == numel
+    return on_disk or is_elementwise(name, value, numel)
+
+
+def without_error(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:  # the update has failed already, for this or another reason
+        return

@@ -1,0 +1,115 @@
+"""A copy of the user's optimizer that steps over other tensors than its groups'.
+
+The copy has the class and the hyperparameters of one moment, and no hooks. Each call steps over one block, with the block's
+part of the state. An element's update must depend on that element's values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(master, gradient, exp_avg, exp_avg_sq, step count): one update of all but the step count, in place."""
+
+_NOT_COPIED = frozenset({"state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
+
+
+class Twin:
+    """Steps of an optimizer, with the hyperparameters that it has when this is made.
+
+    Args:
+        fuse: use the fused kernel where the optimizer has one and user code chose neither `fused` nor `foreach`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, fuse: bool) -> None:
+        self._kind = type(optimizer)
+        self._options = [_options(group, fuse) for group in optimizer.param_groups]
+        made: Any = object.__new__(self._kind)
+        made.__dict__.update({key: _copied(value) for key, value in _attributes(optimizer).items()})
+        torch.optim.Optimizer.__init__(made, [{"params": [torch.zeros(1, device="cpu")]}], dict(optimizer.defaults))
+        self._twin = made
+        # Counts that a step of the optimizer changes: every block must find them as they were before the step.
+        self._counts = {key: value for key, value in made.__dict__.items() if isinstance(value, (int, float))}
+        is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        self.kernels = [None if is_scaled else _adam(self._kind, options) for options in self._options]
+        """By group, the one function that a step with state ends in; None: only `step` does it."""
+
+    def is_fused(self, group: int) -> bool:
+        return bool(self._options[group].get("fused"))
+
+    def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Update `master` in place. Returns the state; its tensors are those of `state` where these existed."""
+        param = nn.Parameter(master, requires_grad=True)
+        param.grad = grad
+        twin = self._twin
+        twin.__dict__.update(self._counts)
+        twin.param_groups = [{**self._options[group], "params": [param]}]
+        twin.state.clear()
+        if state:
+            twin.state[param] = state
+        self._kind.step(twin)
+        found: dict[str, Any] = twin.state.get(param, {})
+        if master.numel() and param.data_ptr() != master.data_ptr():  # the optimizer assigned `param.data`
+            master.copy_(param.detach())
+        return found
+
+
+def is_elementwise(name: str, value: Any, numel: int) -> bool:
+    """Whether an entry of an optimizer's state has one value per element of a tensor of `numel` elements."""
+    return name != "step" and isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a copy must have besides groups and state. Methods set on the instance belong to this instance."""
+    skipped = set(_NOT_COPIED)
+    for key, value in optimizer.__dict__.items():
+        method = getattr(value, "__wrapped__", None)
+        if method is not None and method is getattr(type(optimizer), key, None):
+            skipped.add(key)
+    return {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
+
+
+def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
+    # Copies: a scheduler may write to a tensor while the step runs.
+    options = {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+    if options.get("capturable"):
+        options["capturable"] = False  # CUDA graphs have no host memory
+    if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
+        options["fused"] = not options.get("differentiable")
+    return options
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _adam(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Kernel | None:
+    """The function that the step of Adam and AdamW ends in. Calling it directly saves as much time as a block takes."""
+    if kind not in (torch.optim.Adam, torch.optim.AdamW) or "decoupled_weight_decay" not in options:
+        return None
+    if options["amsgrad"] or options["differentiable"] or options["foreach"]:
+        return None
+    beta1, beta2 = options["betas"]
+    decoupled = options["decoupled_weight_decay"]
+    settings: dict[str, Any] = {name: options[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+    settings |= {"amsgrad": False, "grad_scale": None, "found_inf": None}
+    if not options["fused"]:
+        settings |= {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
+        settings |= {"foreach": False, "fused": False}
+
+        def loop(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor) -> None:
+            adam([master], [grad], [exp_avg], [exp_avg_sq], [], [count - 1], **settings)  # it adds 1 to the count
+
+        return loop
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    settings |= {"beta1": float(beta1), "beta2": float(beta2)}
+
+    def fused(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor) -> None:
+        kernel([master], [grad], [exp_avg], [exp_avg_sq], [], [count], **settings)
+
+    return fused
