@@ -182,9 +182,7 @@ def simulate(
     network: Annotated[
         Literal["nvlink", "infiniband", "ethernet"], _flag("Between machines; within one it is NVLink.")
     ] = "infiniband",
-    adapters: Annotated[
-        int, _flag("Network adapters of one machine; 0: one for each of its ranks.", "N", 1 << 14)
-    ] = 0,
+    adapters: Annotated[int, _flag("Network adapters of one machine; 0: one for each of its ranks.", "N", 1 << 14)] = 0,
     flops: Annotated[
         float | None,
         _flag("Floating-point operations per second of one rank (default: the machine's, else 4e14).", "RATE", 10**21),

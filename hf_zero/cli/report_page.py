@@ -123,7 +123,11 @@ def tiles_of(out: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
     """(label, value, explanation, ok) of the numbers that a reader wants first."""
     losses = [log["loss"] for log in out["losses"] if "loss" in log]
     rate, name = next(
-        ((out["throughput"][f"{name}_per_s"], name) for name in ("tokens", "samples") if out["throughput"][f"{name}_per_s"]),
+        (
+            (out["throughput"][f"{name}_per_s"], name)
+            for name in ("tokens", "samples")
+            if out["throughput"][f"{name}_per_s"]
+        ),
         (None, "samples"),
     )
     ranks = out["ranks"]
@@ -175,7 +179,13 @@ def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], list[Se
     memory = [(f"{row['tier']}, {KIND_LABELS[row['kind']]}", *_against(row)) for row in out["memory"]]
     yield f"Peak memory of rank {out['rank']} by tier, as hf_zero counts its own allocations", against, memory, 1
     tiers = [tier.value for tier in TIERS if any(row["peak_bytes"][tier.value] for row in ranks)]
-    columns = ("rank", *(name for tier in tiers for name in (f"{tier} peak", "planned")), "process peak", "step", "waiting")
+    columns = (
+        "rank",
+        *(name for tier in tiers for name in (f"{tier} peak", "planned")),
+        "process peak",
+        "step",
+        "waiting",
+    )
     rows = [
         (
             str(row["rank"]),
@@ -352,7 +362,12 @@ def _speed(shown: Sequence[Sequence[Run]], prefixes: Sequence[str]) -> Chart:
 
 
 def _rank_lines(
-    shown: Sequence[Sequence[Run]], prefixes: Sequence[str], values: Any, size: int, suffix: str = "", dash: str = "solid"
+    shown: Sequence[Sequence[Run]],
+    prefixes: Sequence[str],
+    values: Any,
+    size: int,
+    suffix: str = "",
+    dash: str = "solid",
 ) -> Iterator[dict[str, Any]]:
     """One line per rank. Later ranks are thinner: equal ranks stay visible on top of each other."""
     number = 0

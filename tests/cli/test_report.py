@@ -376,7 +376,11 @@ def test_two_runs(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: py
     ("change", "gone", "kept"),
     [
         ({"parameters": 7}, ("host memory, highest rank", "tokens/s"), "stage"),
-        ({"machine": {"device": "cuda:0", "cores": 2}}, ("time per step (median)", "tokens/s"), "host memory, highest rank"),
+        (
+            {"machine": {"device": "cuda:0", "cores": 2}},
+            ("time per step (median)", "tokens/s"),
+            "host memory, highest rank",
+        ),
         ({"world_size": 4}, ("time per step (median)",), "tokens/s"),
     ],
 )
