@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune_console import UserError, print_summary, run
+from common.console import UserError, print_summary, run
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_zero as zero

@@ -1,8 +1,8 @@
 """A plain `nn.Module` under ZeRO without Hugging Face: an MLP on handwritten digits, `zero.shard` and torchrun.
 
     torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3
-    torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3 --resume    # goes on, on any number of ranks
-    torchrun --nproc-per-node 3 --max-restarts 5 scripts/train_mlp.py --save-steps 20 --resume    # by itself
+    torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3 --resume    # continues, on any number of ranks
+    torchrun --nproc-per-node 3 --max-restarts 5 scripts/train_mlp.py --save-steps 20 --resume    # restarts itself
 
 The batch is one of all ranks together, split as evenly as it goes; `engine.weigh` makes every image count alike, so that any
 number of ranks trains the same model.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetune_images import Images, digits, image_folder
+from common.images import Images, digits, image_folder
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -109,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument(
         "--save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: one at the end"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, if there is one")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest whole checkpoint, or start fresh"
+    )
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     device = start()
     images = load(options)
@@ -121,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     newest = zero.latest_checkpoint(options.output_dir) if options.resume else None
     if newest is not None:
         engine.load(newest, objects={"progress": progress})
+    elif options.resume and rank == 0:
+        print(f"No checkpoint in {options.output_dir}: training starts fresh.", flush=True)
 
     def save() -> None:
         engine.save(options.output_dir / f"checkpoint-{progress.step}", objects={"progress": progress})

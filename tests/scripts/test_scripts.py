@@ -281,11 +281,32 @@ def test_help_fits_a_screen_and_one_rank_prints_it(
             assert ended.value.code == 0
             texts.append(capsys.readouterr().out)
         lines = texts[0].splitlines()
-        assert 20 < len(lines) <= 60
+        assert 20 < len(lines) <= 90
         assert max(map(len, lines)) <= 120
         for words in ("--zero-offload-optimizer", "--per-device-train-batch-size", "--output-dir", "--help-all"):
             assert words in texts[0]
         assert texts[1] == ""
+
+
+HELP = """
+import sys, time, runpy
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("LOADED", time.process_time(), *(name for name in ("torch", "transformers") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("name", ["finetune", "finetune_no_trainer", "finetune_seq2seq", "finetune_vision"])
+def test_help_answers_at_once_and_cuts_nothing(name: str, place: Path) -> None:
+    script = ROOT / "scripts" / f"{name}.py"
+    variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{script.parent}"}
+    output = run(["-c", HELP, str(script)], place, **variables)
+    spent_s, *heavy = output.rpartition("LOADED")[2].split()
+    assert heavy == []
+    assert float(spent_s) < 2
+    assert "…" not in output
 
 
 @pytest.mark.slow
@@ -342,7 +363,7 @@ def test_bad_input_is_one_line_on_every_rank(place: Path) -> None:
     (place / "text.jsonl").write_text('{"text": "x"}\n' * 50)
     (place / "bad.py").write_text(
         "import json, sys; sys.path.insert(0, sys.argv[1])\n"
-        "import finetune, finetune_console as console\n"
+        "import finetune; from common import console\n"
         "for name, words in json.loads(sys.argv[2]).items():\n"
         "    try: finetune.main(words); print(json.dumps([name, 'no error']))\n"
         "    except Exception as error: print(json.dumps([name, console.one_line(error)]))\n"

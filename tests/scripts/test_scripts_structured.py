@@ -13,11 +13,11 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import finetune_data as data
-import finetune_metrics as metrics
-import finetune_speech as speech
-import finetune_structured as structured
-from finetune_console import UserError
+from common import data
+from common import metrics
+from common import speech
+from common import structured
+from common.console import UserError
 
 CODE = '''def add(first, second):
     """Add two numbers.

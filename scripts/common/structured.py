@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-from finetune_console import UserError, examples
-from finetune_data import CORPUS_SIZE, Prepared, cached_corpus, corpus_files, mapped, splits, take
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
 )
+
+from .console import UserError, examples
+from .data import CORPUS_SIZE, Prepared, cached_corpus, corpus_files, mapped, splits, take
 
 with examples():
     from datasets import Dataset, DatasetDict, List, Value

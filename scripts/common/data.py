@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune_console import UserError, examples
 from huggingface_hub.constants import HF_HOME
 from transformers import (
     AutoTokenizer,
@@ -31,6 +30,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     default_data_collator,
 )
+
+from .console import UserError, examples
 
 with examples():
     from datasets import Dataset, DatasetDict, Features, Value, load_dataset

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from finetune_console import examples
 from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+from .console import examples
 
 with examples():
     import datasets

@@ -1,18 +1,11 @@
-"""Models for the scripts: the built-in configurations, trained from scratch, and anything `from_pretrained` takes.
-
-    python scripts/finetune_models.py gpt3-6.7b shapes/gpt3-6.7b && hf-zero plan shapes/gpt3-6.7b --world-size 64
-
-writes a built-in's config.json, which is all that a plan needs (`hf-zero plan gpt3-6.7b` knows the name, too).
-"""
+"""Models for the scripts: built-in configurations, trained from scratch, and anything `from_pretrained` takes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from finetune_console import UserError, run
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +21,8 @@ from transformers import (
 )
 
 from hf_zero.plan.configs import CONFIGS
+
+from .console import UserError
 
 AUTO_MODELS: dict[str, Any] = {
     "clm": AutoModelForCausalLM,
@@ -136,19 +131,3 @@ def _load(
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     return model
-
-
-def main() -> None:
-    """Write the config.json of a built-in model."""
-    words = sys.argv[1:]
-    if len(words) != 2 or words[0] not in BUILT_IN:
-        raise UserError(
-            f"expected NAME FOLDER, with a name of {', '.join(BUILT_IN)}; found {' '.join(words) or 'nothing'}"
-        )
-    config = BUILT_IN[words[0]]()
-    config.architectures = [CONFIGS[words[0]].architecture]
-    config.save_pretrained(words[1])
-
-
-if __name__ == "__main__":
-    run(main)
