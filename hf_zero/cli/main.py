@@ -219,7 +219,7 @@ def simulate(
     options = SimulateOptions(**locals())
     from .simulate import run
 
-    raise typer.Exit(run(options))
+    run(options)
 
 
 @app.command()

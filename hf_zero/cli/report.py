@@ -19,7 +19,7 @@ from ..checkpoint.files import parse_json, read_bounded
 from ..config import size_text
 from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
-from ..plan.record import FORMAT
+from ..plan.record import FORMAT, RECENT
 from ..plan.report import duration
 from ..plan.work import COLLECTIVES, ROADS, WAITS
 
@@ -275,9 +275,11 @@ def throughput(runs: Sequence[Run]) -> dict[str, Any]:
     share = int(runs[0].facts["world_size"]) / len(runs)
     out: dict[str, Any] = {"is_estimate": share != 1}
     for name in ("samples", "tokens"):
-        rates = [
-            statistics.median(s.get(name, 0) / s["seconds"] if s["seconds"] else 0.0 for s in run.usual) for run in runs
-        ]
+        rates = []
+        for run in runs:
+            recent = run.usual[-RECENT:]  # the steps that the end of training reports, too
+            seconds = statistics.median(step["seconds"] for step in recent)
+            rates.append(statistics.median(step.get(name, 0) for step in recent) / seconds if seconds else 0.0)
         out[f"{name}_per_s"] = sum(rates) * share or None
     return out
 

@@ -171,13 +171,13 @@ def verdict(out: dict[str, Any], console: Console) -> None:
             text(console, f"{label}: {line}", "yellow" if kind == "warnings" else None)
 
 
-def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]], int]]:
-    """(title, columns, rows, number of columns with words) of a run's numbers."""
+def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    """(title, columns, rows) of a run's numbers."""
     ranks = out["ranks"]
     rank_names = [f"rank {row['rank']}" for row in ranks]
     against = ("", "planned", "measured", "difference")
     memory = [(f"{row['tier']}, {KIND_LABELS[row['kind']]}", *_against(row)) for row in out["memory"]]
-    yield f"Peak memory of rank {out['rank']} by tier, as hf_zero counts its own allocations", against, memory, 1
+    yield f"Peak memory of rank {out['rank']} by tier, as hf_zero counts its own allocations", against, memory
     tiers = [tier.value for tier in TIERS if any(row["peak_bytes"][tier.value] for row in ranks)]
     columns = (
         "rank",
@@ -196,7 +196,7 @@ def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], list[Se
         )
         for row in ranks
     ]
-    yield "Every rank", columns, rows, 1
+    yield "Every rank", columns, rows
     parts = [
         (name, *(percent(row["parts_s"][name] / (sum(row["parts_s"].values()) or 1)) for row in ranks))
         for name in ranks[0]["parts_s"]
@@ -204,21 +204,21 @@ def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], list[Se
     ]
     planned = out["time"]["predicted_step_s"]
     told = "" if planned is None else f"; planned {planned:.4g} s"
-    yield f"Time of a step ({out['time']['step_s']:.4g} s, median{told})", ("", *rank_names), parts, 1
+    yield f"Time of a step ({out['time']['step_s']:.4g} s, median{told})", ("", *rank_names), parts
     for each in out["outside"]:
         rows = [(name, size_text(size), percent(size / each["peak"])) for name, size in each["parts"].items()]
         note = f" {each['note']}" if each["note"] else ""
-        yield f"{each['what'].capitalize()}: {size_text(each['peak'])} at peak.{note}", ("", "size", "share"), rows, 1
+        yield f"{each['what'].capitalize()}: {size_text(each['peak'])} at peak.{note}", ("", "size", "share"), rows
     moved = [(LABELS[row["road"]][0], *_against(row)) for row in out["traffic"]]
     if moved:
-        yield "Bytes sent and moved per step (median)", against, moved, 1
+        yield "Bytes sent and moved per step (median)", against, moved
     slow = [(str(step["step"]), seconds(step["seconds"]), step["most"]) for step in out["slowest"]]
-    yield "Slowest steps", ("step", "seconds", "largest part"), slow, 1
+    yield "Slowest steps", ("step", "seconds", "largest part"), slow
 
 
 def figures(out: dict[str, Any], console: Console) -> None:
-    for title, columns, rows, left in tables_of(out):
-        table(console, title, columns, rows, left=left, fold=len(columns) > 4)
+    for title, columns, rows in tables_of(out):
+        table(console, title, columns, rows, fold=len(columns) > 4)
 
 
 def _against(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -335,7 +335,8 @@ def _loss(outs: Sequence[dict[str, Any]], prefixes: Sequence[str]) -> Chart:
             points = [(log["step"], log[name]) for log in out["losses"] if name in log]
             if points:
                 width = 2 + 2 * (len(outs) - 1 - place)  # equal losses stay visible on top of each other
-                traces.append(_line(*zip(*points), f"{prefixes[place]}{label}", COLORS[place], dash, width))
+                steps, losses = zip(*points)
+                traces.append(_line(steps, losses, f"{prefixes[place]}{label}", COLORS[place], dash, width))
     return Chart("loss", "Loss", "As the training loop logged it.", "loss", traces, from_zero=False)
 
 
