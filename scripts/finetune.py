@@ -43,7 +43,8 @@ class ScriptArguments(DataArguments):
     """Arguments of this script. `None`: chosen to suit the rest."""
 
     task: Literal["clm", "mlm", "classification", "token-classification", "question-answering"] = field(
-        default="clm", metadata={"help": "clm (next token), mlm, classification, token-classification or question-answering"}
+        default="clm",
+        metadata={"help": "clm (next token), mlm, classification, token-classification or question-answering"},
     )
     model: str | None = field(
         default=None, metadata={"help": f"Hub id, local folder, or a model from scratch: {', '.join(CONFIGS)}"}

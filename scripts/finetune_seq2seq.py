@@ -33,7 +33,8 @@ class Seq2SeqArguments(DataArguments):
     """What to train on what."""
 
     task: Literal["summarization", "transcription"] = field(
-        default="summarization", metadata={"help": "summarization (text to short text) or transcription (speech to text)"}
+        default="summarization",
+        metadata={"help": "summarization (text to short text) or transcription (speech to text)"},
     )
     model: str | None = field(
         default=None,

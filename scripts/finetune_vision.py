@@ -54,7 +54,9 @@ class VisionArguments(DataArguments):
     )
     dataset: str | None = field(
         default=None,
-        metadata={"help": "folder/CLASS/*.png, or folder/train/CLASS/*.png and folder/test/; without it, scikit-learn's digits"},
+        metadata={
+            "help": "folder/CLASS/*.png, or folder/train/CLASS/*.png and test/; without it, scikit-learn's digits"
+        },
     )
     image_size: int | None = field(default=None, metadata={"help": "pixels of a side; by default the model's own"})
 

@@ -84,7 +84,6 @@ Wire = Literal["none", "int8", "fp8", "int4"]
 # Commands -----------------------------------------------------------------------------------------
 
 
-@app.command()
 def plan(
     model: Annotated[str | None, _path("Size, built-in name, folder, file or Hub id.", "MODEL")] = None,
     parameters: Annotated[str | None, _flag("Instead of MODEL: a number of parameters, such as 7.5B.", "N")] = None,
@@ -145,7 +144,6 @@ def plan(
     raise typer.Exit(run(options))
 
 
-@app.command()
 def probe(
     offload_dir: Annotated[str | None, _flag("Folder on the disk to measure (default: temporary).", "DIR")] = None,
     output: Annotated[str | None, _flag("Write the result only there.", "FILE")] = None,
@@ -169,7 +167,6 @@ def probe(
     run(offload_dir, output, json)
 
 
-@app.command()
 def simulate(
     model: Annotated[str, _path("Built-in name, folder or Hub id.", "MODEL")],
     world_size: Annotated[int, _flag("Number of ranks.", most=1 << 14)] = 8,
@@ -213,7 +210,7 @@ def simulate(
       hf-zero simulate gpt2-124m --world-size 1024 --nodes 128 --mixed-precision bf16
       hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
       hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
-      hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak --plot weak.png
+      hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak
       hf-zero simulate gpt3-1.3b --world-size 64 --nodes 8 --zero-stage 3 --device-memory 16GiB
     """
     options = SimulateOptions(**locals())
@@ -222,7 +219,6 @@ def simulate(
     run(options)
 
 
-@app.command()
 def verify(
     folder: Annotated[str, _path("Checkpoint folder with zero_manifest.json.", "DIR")],
     json: Json = False,
@@ -241,7 +237,6 @@ def verify(
     run(folder, json)
 
 
-@app.command()
 def export(
     folder: Annotated[str, _path("Checkpoint folder, or any folder that from_pretrained loads.", "DIR")],
     output: Annotated[str | None, _flag("Folder to write; an earlier export there is replaced.", "DIR")] = None,
@@ -273,7 +268,6 @@ def export(
     run(folder, values, json)
 
 
-@app.command()
 def report(
     folder: Annotated[str, _path("Folder with zero_steps.jsonl, or that file.", "RUN")],
     other: Annotated[str | None, _path("A second run, to compare with.", "RUN2")] = None,
@@ -298,7 +292,6 @@ def report(
     run(folder, other, png, html, json)
 
 
-@app.command()
 def migrate(
     file: Annotated[str, _path("DeepSpeed JSON, accelerate YAML or fsdp_config.", "FILE")],
     json: Json = False,
@@ -322,7 +315,6 @@ def migrate(
     raise typer.Exit(run(file, json))
 
 
-@app.command()
 def doctor(
     offload_dir: Annotated[str | None, _flag("Folder for the disk tier (default: temporary).", "DIR")] = None,
     json: Json = False,
@@ -348,13 +340,17 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
 def _general(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
+
+
+app.callback()(_general)
+for _command in (plan, probe, simulate, verify, export, report, migrate, doctor):
+    app.command()(_command)
 
 
 # Errors -------------------------------------------------------------------------------------------

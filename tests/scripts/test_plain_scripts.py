@@ -13,9 +13,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from common import images
 import finetune_private
 import train_mlp
+from common import images
 
 import hf_zero as zero
 from tests.kit.launch import Results, launch

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -235,6 +236,12 @@ def test_lora_of_random_weights_is_refused() -> None:
         finetune.parse(["--lora"])
 
 
+def test_lora_has_a_learning_rate_of_its_own() -> None:
+    words = ["--lora", "--model=some/model"]
+    assert finetune.parse(words)[1].learning_rate == finetune.LORA_LEARNING_RATE
+    assert finetune.parse([*words, "--learning-rate=1e-3"])[1].learning_rate == 1e-3
+
+
 def test_the_best_model_needs_no_more_than_the_steps() -> None:
     words = ["--load-best-model-at-end=true", "--metric-for-best-model=loss", "--save-steps=2", "--eval-steps=2"]
     _, args = finetune.parse(words)
@@ -342,6 +349,14 @@ BAD = {
     "no label column": (["--dataset=text.jsonl", "--task=classification"], "no column 'label' or 'labels'"),
     "stage 7": (["--zero-stage=7"], "stage must be 0, 1, 2 or 3"),
     "ranks": (["--nproc=0"], "the number of ranks is the launcher's"),
+    "stage and offload": (
+        ["--zero-stage=2", "--zero-offload-params=cpu", "--dataset=missing.txt"],
+        "needs stage 3 on 2",
+    ),
+    "offload folder": (
+        ["--zero-offload-optimizer=disk", "--zero-offload-dir=text.jsonl/under", "--dataset=missing.txt"],
+        "--zero-offload-dir text.jsonl/under cannot be created",
+    ),
     "unwritable folder": (["--output-dir=text.jsonl/under"], "'text.jsonl/under' is not writable"),
 }
 
@@ -388,6 +403,45 @@ def test_zero_ranks_are_refused_and_a_traceback_is_there_on_request(place: Path)
     assert ended.status == 1
     assert "Traceback" in ended.errors
     assert "[rank 0] error: expected WORLD_SIZE >= 1" in ended.errors.splitlines()[-1]
+
+
+def test_torchrun_prints_the_message_last(place: Path) -> None:
+    reply = place / "error.json"
+    words = [FINETUNE, *SMALL, "--dataset=missing.txt", "--output-dir=bad"]
+    (ended,) = forked(words, place, ranks=1, TORCHELASTIC_ERROR_FILE=str(reply))
+    assert ended.status == 1
+    assert json.loads(reply.read_text())["message"] == "error: no dataset file 'missing.txt'"
+    assert "missing.txt" not in ended.errors, "torchrun prints it"
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_continue(place: Path) -> None:
+    words = [
+        FINETUNE,
+        *SMALL,
+        "--max-steps=500",
+        "--save-steps=2",
+        "--output-dir=stopped",
+        "--resume-from-checkpoint=latest",
+    ]
+    with (place / "stopped.txt").open("w") as log:
+        process = subprocess.Popen([sys.executable, *words], cwd=place, env=environment(), stdout=log, stderr=log)
+        try:
+            for _ in range(10 * LIMIT):
+                if (place / "stopped" / "checkpoint-2").is_dir() or process.poll() is not None:
+                    break
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(LIMIT) == 130
+        finally:
+            process.kill()
+    lines = (place / "stopped.txt").read_text().splitlines()
+    assert any("No checkpoint in stopped: training starts fresh." in line for line in lines)
+    assert re.fullmatch(
+        r"\[rank 0\] Interrupted after step \d+\. Newest checkpoint: stopped/checkpoint-\d+\. "
+        r"To continue, repeat the command with --resume-from-checkpoint latest",
+        lines[-1],
+    )
 
 
 @pytest.mark.slow

@@ -21,10 +21,7 @@ from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import finetune
-from common import console
-from common import data
-from common import metrics
-from common import models
+from common import console, data, metrics, models
 from common.console import UserError
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(60)]

@@ -13,10 +13,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from common import data
-from common import metrics
-from common import speech
-from common import structured
+from common import data, metrics, speech, structured
 from common.console import UserError
 
 CODE = '''def add(first, second):
