@@ -35,7 +35,7 @@ CORPUS_SIZE = 4 << 20
 TINY_STEPS = 150  # of a tiny model on the embedded corpus: a minute or two on two CPU ranks
 LORA_LEARNING_RATE = 2e-4  # few parameters, starting from zero: about ten times that of full training
 DEFAULT_MODEL = {"clm": "gpt2-tiny"}
-"""Of a task; of every other task bert-tiny."""
+"""By task; every other task has bert-tiny."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The same causal language modelling as `finetune.py`, as a plain accelerate loop: the only line about ZeRO is marked.
+"""Train a causal language model like `finetune.py`, in a plain accelerate loop. The one line about ZeRO is marked.
 
 torchrun --nproc-per-node 2 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50
 torchrun --nproc-per-node 4 scripts/finetune_no_trainer.py --zero-stage 3 --save-steps 50 --resume

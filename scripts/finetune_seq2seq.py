@@ -1,6 +1,6 @@
-"""Fine-tune an encoder-decoder under ZeRO with the stock `Seq2SeqTrainer`, evaluated by what it generates.
+"""Fine-tune an encoder-decoder under ZeRO with the stock `Seq2SeqTrainer`, evaluated on its generated text.
 
-    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3                         # t5-tiny sums up functions
+    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3                         # t5-tiny summarises functions
     torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3 --task transcription    # Whisper-like, made audio
 
 Every label token of a step counts alike, on any number of ranks.
@@ -30,7 +30,7 @@ SPOKEN = (768, 96)  # utterances that are made, for training and evaluation
 
 @dataclass
 class Seq2SeqArguments(DataArguments):
-    """What to train on what."""
+    """Arguments of this script."""
 
     task: Literal["summarization", "transcription"] = field(
         default="summarization",
@@ -56,13 +56,13 @@ class Seq2SeqArguments(DataArguments):
 
 @dataclass
 class Data:
-    """What the Trainer needs."""
+    """Data and processors for the Trainer."""
 
     train: Any
     eval: Any
     collator: Any
     processor: Any
-    """Saved with the model: a tokenizer, or what makes features of sounds."""
+    """Saved with the model: a tokenizer or a feature extractor."""
 
 
 def parse(argv: Sequence[str]) -> tuple[Seq2SeqArguments, ZeroSeq2SeqTrainingArguments]:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 scripts/finetune_vision.py --zero-stage 3                       # resnet-tiny on digits
     torchrun --nproc-per-node 2 scripts/finetune_vision.py --model resnet-50 --dataset images/  # images/CLASS/*.png
 
-Every image of a step counts alike, on any number of ranks, in batches of any size. Pixels are in [-1, 1].
+Every image of a step has the same weight, on any number of ranks, in batches of any size. Pixels are in [-1, 1].
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class VisionArguments(DataArguments):
-    """What to train on what."""
+    """Arguments of this script."""
 
     model: str | None = field(
         default="resnet-tiny",

@@ -1,4 +1,4 @@
-"""What commands share: exit statuses, options of `plan` and `simulate`, and text to paste.
+"""Shared by the commands: exit statuses, options of `plan` and `simulate`, and text to paste.
 
 Nothing here imports torch: help, version and completion answer at once.
 """

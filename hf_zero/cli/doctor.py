@@ -44,7 +44,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Check:
-    """One row: what was checked, what was found, a verdict, and what to do."""
+    """One row: the checked thing, the finding, a verdict, and advice."""
 
     what: str
     found: str
@@ -147,7 +147,7 @@ def _disk(offload_dir: str | None) -> Check:
 
 
 def _accelerate() -> Check:
-    """What `accelerate launch` does without further flags."""
+    """Check what `accelerate launch` does without further flags."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     folder, what = Path(os.environ.get("HF_HOME") or cache) / "accelerate", "accelerate launch"
     names = ("default_config.yaml", "default_config.json")
@@ -167,7 +167,7 @@ def _accelerate() -> Check:
 
 
 def _speeds() -> Check:
-    """Whether `plan` can predict times: it needs speeds, and those of collectives need several ranks."""
+    """Check for the speeds that `plan` needs to predict times; those of collectives need several ranks."""
     path, gpus = kept(cache_folder()), torch.cuda.device_count() or 2
     command = f"torchrun --nproc-per-node {gpus} -m hf_zero probe"
     if not path.exists():

@@ -1,6 +1,6 @@
 """`hf-zero migrate`: translate a DeepSpeed JSON, or an accelerate or FSDP YAML, to settings of hf_zero.
 
-One table per source says what becomes of each key. The first row that matches a key decides.
+One table per source translates each key. The first row that matches a key decides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ATTENTION = (UNKNOWN, "lost", "to do")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of one key.
+    """The translation of one key.
 
     Attributes:
         key: dotted; `*` matches anything.
@@ -254,7 +254,7 @@ _HYBRID_NUMBERS = {("sharding_strategy", "4"), ("sharding_strategy", "5")}
 
 @dataclass(frozen=True)
 class Finding:
-    """One setting of the file, and what becomes of it."""
+    """One setting of the file and its translation."""
 
     key: str
     value: Any

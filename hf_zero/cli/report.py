@@ -30,7 +30,7 @@ MUCH_WAITING = 0.2
 """Share of a step spent waiting for one thing that is reported."""
 SLOWEST = 5
 MAX_BYTES = 4 << 30
-"""Of one rank's file: some million steps."""
+"""Largest file of one rank: some million steps."""
 BETWEEN = "between steps (data, evaluation, saving)"
 COMPUTE = "computing and everything else"
 
@@ -60,7 +60,7 @@ LABELS: Mapping[str, tuple[str, str]] = {
         f"{_BATCH}, step_in_backward=True without clipping, or offload_optimizer='auto'",
     ),
 }
-"""What a step waits for: its label, and what makes the wait shorter."""
+"""Label of each wait in a step, and advice that makes it shorter."""
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "facts": ("predicted", "world_size", "stage", "precision"),
@@ -180,7 +180,7 @@ def read_all(path: Path) -> list[Run]:
     """Read the files of all ranks, in rank order; those without a step come last.
 
     Raises:
-        ConfigError: there is no file.
+        ConfigError: no file was found.
     """
     if path.is_file():
         return [read(path)]
@@ -356,7 +356,7 @@ def _relative(planned: float, found: float) -> float | None:
 
 
 def _verdict(out: dict[str, Any]) -> Iterator[tuple[str, bool | None, str]]:
-    """(topic, ok, text): did it finish, did it fit the plan, how fast, where did the time go."""
+    """Yield (topic, ok, text) of state, memory, speed, time and loss."""
     of = f" of {out['max_steps']:,}" if out["max_steps"] else ""
     if out["state"] == "ended":
         yield "state", True, f"finished after step {out['last_step']:,}{of}"
@@ -388,7 +388,7 @@ def _verdict(out: dict[str, Any]) -> Iterator[tuple[str, bool | None, str]]:
 
 
 def _warnings(out: dict[str, Any]) -> Iterator[str]:
-    """What exceeds the plan or takes long. Less memory or traffic than planned is no warning."""
+    """Yield what exceeds the plan or takes long. Using less than planned raises no warning."""
     for row in out["memory"]:
         if row["kind"] == "all" and _is_above(row):
             kinds = [each for each in out["memory"] if each["tier"] == row["tier"] and each["kind"] != "all"]

@@ -90,7 +90,7 @@ def _show(runs: Sequence[Sequence[Run]], png: str | None, html: str | None, as_j
 
 
 def names_of(outs: Sequence[dict[str, Any]]) -> list[str]:
-    """The folders' names, numbered where they are equal."""
+    """Return the folders' names, numbered if they are equal."""
     folders = [Path(out["run"]).resolve().parent for out in outs]
     names = [(folder.parent if folder.name == "_zero" else folder).name for folder in folders]
     if len(set(names)) == len(names):
@@ -150,7 +150,7 @@ def tiles_of(out: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
 
 
 def in_short(out: dict[str, Any]) -> str:
-    """How the run went, in one line."""
+    """Summarise the run in one line."""
     loss, rate, memory, spent, said = tiles_of(out)
     parts = [f"loss {loss[1]} ({loss[2]})", f"{rate[1]} {rate[0].lower()}", f"{memory[1]} of {memory[2]}", spent[1]]
     return f"{names_of([out])[0]}: {said[2]}; {'; '.join(parts)}"
@@ -203,8 +203,8 @@ def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequenc
         if any(row["parts_s"][name] > 0 for row in ranks)
     ]
     planned = out["time"]["predicted_step_s"]
-    told = "" if planned is None else f"; planned {planned:.4g} s"
-    yield f"Time of a step ({out['time']['step_s']:.4g} s, median{told})", ("", *rank_names), parts
+    plan = "" if planned is None else f"; planned {planned:.4g} s"
+    yield f"Time of a step ({out['time']['step_s']:.4g} s, median{plan})", ("", *rank_names), parts
     for each in out["outside"]:
         rows = [(name, size_text(size), percent(size / each["peak"])) for name, size in each["parts"].items()]
         note = f" {each['note']}" if each["note"] else ""

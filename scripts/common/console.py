@@ -1,4 +1,4 @@
-"""How a script starts and ends: one clear message for what goes wrong, and the numbers at the end."""
+"""Start and end of a script: one clear error message, and the numbers at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 GRACE_S = 2.0
-"""How long a rank waits before it ends: launchers end all ranks with the first."""
+"""Seconds a rank waits before it ends: launchers end all ranks with the first."""
 SETTLE_S = 0.1
 MESSAGE_LIMIT = 400
 """Characters; some libraries put a page into an exception."""
@@ -72,14 +72,14 @@ def _world_size() -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as a single line; one that was not foreseen also says its type and how to see more."""
+    """Return the error as one line; an unexpected error has its type and how to see more."""
     text = " ".join(str(error).split())
     if len(text) > MESSAGE_LIMIT:
         text = text[:MESSAGE_LIMIT].rsplit(" ", 1)[0] + " …"
     if isinstance(error, (UserError, ZeroError)):
         return text
     if "gloo" in text or "ncclRemoteError" in text or "Connection closed by peer" in text:
-        return f"stopped because another rank did; its own line says why ({type(error).__name__})"
+        return f"stopped because another rank did; its line has the reason ({type(error).__name__})"
     return f"{type(error).__name__}: {text} (HF_ZERO_DEBUG=1 shows where)"
 
 
@@ -106,7 +106,7 @@ def _stop(message: str, status: int) -> None:
 
 
 def _check_environment() -> None:
-    """Refuse launcher settings that would otherwise be taken for a single process, or hang at the first meeting."""
+    """Refuse launcher settings that would be taken for a single process, or hang at the first collective."""
     raw = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in os.environ}
     try:
         numbers = {name: int(value) for name, value in raw.items()}
@@ -138,7 +138,7 @@ def everywhere(action: Callable[[], object], what: str) -> None:
 
 
 def check_output(folder: str | Path) -> None:
-    """Raise unless `folder` can be made and written to."""
+    """Raise unless `folder` can be created and written to."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def check_output(folder: str | Path) -> None:
 
 
 def check_space(folder: str | Path, model: torch.nn.Module) -> None:
-    """Raise when the weights alone would not fit on the disk of `folder`: better before the training than after it."""
+    """Raise if the disk of `folder` has no room for the weights."""
     need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     free = shutil.disk_usage(folder).free
     if free < need:
@@ -162,7 +162,7 @@ def check_space(folder: str | Path, model: torch.nn.Module) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: allocated on a CUDA device, resident on CPU (Python and libraries too)."""
+    """Return this rank's peak memory: allocated on a CUDA device, resident on CPU (with Python and libraries)."""
     import torch
 
     if device.type == "cuda":
@@ -179,14 +179,14 @@ def highest(value: int) -> int:
 
 
 def number(value: float) -> str:
-    """A measured value for people: no more digits than mean something."""
+    """Format a measured value with its significant digits."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def print_summary(title: str, rows: dict[str, str]) -> None:
-    """A two-column table on stdout. Call it on the main process only."""
+    """Print a two-column table. Call it on the main process only."""
     from rich.console import Console
     from rich.table import Table
 

@@ -45,11 +45,11 @@ DEFAULT_MODEL = {
 BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
     name: partial(AutoConfig.for_model, config.kind, **config.settings) for name, config in CONFIGS.items()
 }
-"""The names that `hf-zero plan` knows, too."""
+"""`hf-zero plan` accepts the same names."""
 
 
 def load_config(task: str, name: str) -> PreTrainedConfig:
-    """The configuration of a built-in, Hub or local model; raises `UserError` where it is none of these."""
+    """Return the configuration of a built-in, Hub or local model; raise `UserError` for any other name."""
     if name in BUILT_IN:
         config = BUILT_IN[name]()
         # BERT's family has causal heads too, which are not what its name stands for.
@@ -71,7 +71,7 @@ def load_config(task: str, name: str) -> PreTrainedConfig:
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """The longest sequence the model takes."""
+    """Return the longest sequence that the model accepts."""
     return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
 
 
@@ -83,7 +83,7 @@ def load_model(
     labels: Sequence[str] = (),
     dtype: str = "float32",
 ) -> PreTrainedModel:
-    """The model for `task`: from scratch for a built-in configuration, else with its pretrained weights.
+    """Build the model for `task`: from scratch for a built-in configuration, else with its pretrained weights.
 
     A built-in model is drawn from the current random state: set the same seed on every rank first.
     """
@@ -93,7 +93,7 @@ def load_model(
         # shifts the labels, counts one token too many per row, and makes every loss smaller by 1 / block_size.
         model.loss_type = model.loss_type or "ForCausalLM"
     else:
-        # These heads take `num_items_in_batch` and ignore it; told otherwise, the Trainer multiplies a mean loss by the
+        # These heads accept `num_items_in_batch` and ignore it. Without this flag the Trainer multiplies a mean loss by the
         # number of ranks (and does not divide it by the accumulation steps), for it takes it for a part of a sum.
         model.accepts_loss_kwargs = False
     return model

@@ -1,4 +1,4 @@
-"""One training run of a Trainer as every script makes it: resumed or not, timed, evaluated, saved, summed up."""
+"""Run a Trainer: resume, train, evaluate, save, summarise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METRICS = {
     "eval_rouge_l": "ROUGE-L",
     "eval_word_errors": "word error rate",
 }
-"""Of the summary, where a run has them."""
+"""Labels of metrics in the summary."""
 
 
 class Recording(TrainerCallback):
@@ -44,7 +44,7 @@ class Recording(TrainerCallback):
 
 
 def each_item_alike(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """For `Trainer(compute_loss_func=)`: cross-entropy in which every label of a step counts alike, on any rank.
+    """For `Trainer(compute_loss_func=)`: cross-entropy with equal weight for every label of a step, on any rank.
 
     `num_items_in_batch` is the number of labels in the step, of all ranks and micro-batches; None: the mean of this batch.
     """
@@ -79,7 +79,7 @@ def train_and_save(trainer: Trainer, *, title: str) -> dict[str, float]:
 
 
 def how_to_continue(trainer: Trainer) -> str:
-    """The newest checkpoint, and the flag that continues from it."""
+    """Return one line with the newest checkpoint and the flag that continues from it."""
     step, folder = trainer.state.global_step, trainer.args.output_dir
     newest = get_last_checkpoint(folder) if Path(folder).is_dir() else None
     if newest is None:
@@ -106,7 +106,7 @@ def where_to_resume(args: TrainingArguments) -> str | bool | None:
         return "latest"
     if given.lower() != "true":
         if not Path(given).is_dir():
-            raise UserError(f"--resume-from-checkpoint {given}: there is no such folder")
+            raise UserError(f"--resume-from-checkpoint {given}: no such folder")
         return given
     if not exists:
         raise UserError(f"--resume-from-checkpoint {given}: none in {args.output_dir!r}")
@@ -114,7 +114,7 @@ def where_to_resume(args: TrainingArguments) -> str | bool | None:
 
 
 def final_metrics(trainer: Trainer) -> dict[str, float]:
-    """The evaluation of the model as it now is: the one made at the last step, where there was one."""
+    """Return the evaluation of the trained model, reusing the one of the last step."""
     state = trainer.state
     last = next((log for log in reversed(state.log_history) if "eval_loss" in log), None)
     if last is None or last["step"] != state.global_step or trainer.args.load_best_model_at_end:
@@ -125,7 +125,7 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 def summarise(
     trainer: Trainer, results: Mapping[str, float], title: str, per_second: Mapping[str, float], peak: int
 ) -> None:
-    """What came of it."""
+    """Print the results."""
     args, history = trainer.args, trainer.state.log_history
     before = next((log for log in history if "eval_loss" in log and log["step"] == 0), {})
     losses = [log["loss"] for log in history if "loss" in log] or [results["train_loss"]]

@@ -90,7 +90,7 @@ CORPORA: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], dict[str, Any]
 
 
 def structured_corpus(task: str, size: int = CORPUS_SIZE) -> DatasetDict:
-    """The standard library as a dataset for `task`, with the splits `train` and `validation`."""
+    """Build a dataset for `task` from the standard library, with the splits `train` and `validation`."""
     return cached_corpus(*CORPORA[task], size)
 
 

@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_said(capsys, folder):
         (("--parameters", "1B", "--machine", "/nowhere.json"), "no machine file"),
         (("--parameters", "1B", "--device-memory", "lots", "--zero-stage", "1"), "--device-memory: expected a size"),
         (("--parameters", "1B", "--device-memory", "-5GiB"), "--device-memory: expected a size"),
-        (("--parameters", "1B", "--sweep", "--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
+        (("--parameters", "1B", "--sweep", "--plot", "/nowhere/x.png"), "no folder /nowhere"),
         (("--parameters", "-7B"), "expected a number such as 7.5B"),
     ],
 )

@@ -113,9 +113,9 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
             "a size such as",
         ),
         (("report", str(tmp_path)), USAGE, "zero_steps"),
-        (("report", str(tmp_path), "--html", "/nowhere/a.html"), USAGE, "there is no folder /nowhere"),
+        (("report", str(tmp_path), "--html", "/nowhere/a.html"), USAGE, "no folder /nowhere"),
         (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "no such folder"),
-        (("probe", "--output", "/nowhere/m.json"), USAGE, "there is no folder /nowhere"),
+        (("probe", "--output", "/nowhere/m.json"), USAGE, "no folder /nowhere"),
         (("migrate", str(tmp_path / "gone.json")), USAGE, "cannot be read"),
     ):
         found, text = said(capsys, *arguments)
