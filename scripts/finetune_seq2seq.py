@@ -1,6 +1,6 @@
 """Fine-tune an encoder-decoder under ZeRO with the stock `Seq2SeqTrainer`, evaluated on its generated text.
 
-    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3                         # t5-tiny summarises functions
+    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3                        # t5-tiny, on functions
     torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3 --task transcription    # Whisper-like, made audio
 
 Every label token of a step counts alike, on any number of ranks.
