@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune_console import UserError, print_summary, run
+from common.console import UserError, print_summary, run
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_zero as zero
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def find_checkpoint(folder: Path) -> Path:
     """`folder` itself where it holds weights, else the last checkpoint inside."""
     if not folder.is_dir():
-        raise UserError(f"{str(folder)!r} is no folder; give a checkpoint or the folder of a run")
+        raise UserError(f"{str(folder)!r} is not a folder. Give a checkpoint, or the folder of a run.")
     if any(folder.glob("*.safetensors")):
         return folder
     last = get_last_checkpoint(str(folder))

@@ -1,6 +1,6 @@
-"""Fine-tune an encoder-decoder under ZeRO with the stock `Seq2SeqTrainer`, evaluated by what it generates.
+"""Fine-tune an encoder-decoder under ZeRO with the stock `Seq2SeqTrainer`, evaluated on its generated text.
 
-    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3                         # t5-tiny sums up functions
+    torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3                        # t5-tiny, on functions
     torchrun --nproc-per-node 2 scripts/finetune_seq2seq.py --zero-stage 3 --task transcription    # Whisper-like, made audio
 
 Every label token of a step counts alike, on any number of ranks.
@@ -11,40 +11,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from finetune_console import UserError, check_output, check_space, examples, run
-from finetune_data import CORPUS_SIZE, load_text, load_tokenizer
-from finetune_flags import DataArguments, ZeroSeq2SeqTrainingArguments, parse_flags, run_defaults
-from finetune_metrics import RougeL, WordErrors, text_metrics
-from finetune_models import BUILT_IN, DEFAULT_MODEL, load_config, load_model
-from finetune_run import each_item_alike, train_and_save
-from finetune_speech import RATE, SpeechCollator, features_of, recordings, spoken_digits
-from finetune_structured import check_columns, structured_corpus, summarization, text_for_tokenizer
-from transformers import (
-    DataCollatorForSeq2Seq,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Seq2SeqTrainer,
-    WhisperFeatureExtractor,
-    set_seed,
-)
+from common.arguments import DataArguments, answer_help
+from common.console import UserError, check_output, check_space, examples, run
 
-import hf_zero as zero
+from hf_zero.plan.configs import CONFIGS
 
-with examples():
-    import datasets
+if TYPE_CHECKING:
+    from common.flags import ZeroSeq2SeqTrainingArguments
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+CORPUS_SIZE = 4 << 20
+DEFAULT_MODEL = {"summarization": "t5-tiny", "transcription": "speech-tiny"}
 TINY_STEPS = 100
 SPOKEN = (768, 96)  # utterances that are made, for training and evaluation
 
 
 @dataclass
 class Seq2SeqArguments(DataArguments):
-    """What to train on what."""
+    """Arguments of this script."""
 
     task: Literal["summarization", "transcription"] = field(
-        default="summarization", metadata={"help": "texts to short texts, or speech to text"}
+        default="summarization",
+        metadata={"help": "summarization (text to short text) or transcription (speech to text)"},
     )
     model: str | None = field(
         default=None,
@@ -66,36 +56,45 @@ class Seq2SeqArguments(DataArguments):
 
 @dataclass
 class Data:
-    """What the Trainer needs."""
+    """Data and processors for the Trainer."""
 
     train: Any
     eval: Any
     collator: Any
     processor: Any
-    """Saved with the model: a tokenizer, or what makes features of sounds."""
+    """Saved with the model: a tokenizer or a feature extractor."""
 
 
 def parse(argv: Sequence[str]) -> tuple[Seq2SeqArguments, ZeroSeq2SeqTrainingArguments]:
-    """The command line as two dataclasses."""
+    """Parse the command line into two dataclasses."""
+    from common.flags import ZeroSeq2SeqTrainingArguments, parse_flags
+
     return parse_flags(argv, (Seq2SeqArguments, ZeroSeq2SeqTrainingArguments), defaults, __doc__)
 
 
 def defaults(script: Seq2SeqArguments, given: set[str]) -> dict[str, Any]:
-    """Where the user said nothing."""
-    scratch = script.model in BUILT_IN
+    """Return the Trainer's arguments where the user gave none."""
+    from common.flags import run_defaults
+
+    scratch = script.model in CONFIGS
     chosen = run_defaults(script, given, name=script.task, scratch=scratch, steps=TINY_STEPS)
     chosen |= {"predict_with_generate": True, "generation_max_length": 32}
     return chosen | ({"learning_rate": 3e-3 if script.tiny else 3e-4} if scratch else {})
 
 
 def summaries(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Data]:
-    """Model, tokenizer and texts."""
+    """Return model, tokenizer and texts."""
+    from common.data import load_text, load_tokenizer
+    from common.models import load_config, load_model
+    from common.structured import check_columns, structured_corpus, summarization, text_for_tokenizer
+    from transformers import DataCollatorForSeq2Seq
+
     name = str(script.model)
     config = load_config(script.task, name)
     data = load_text(script.dataset) if script.dataset else structured_corpus(script.task, script.corpus_size)
     check_columns(script.task, data)
     texts, column = text_for_tokenizer(script.task, data["train"])
-    source = None if name in BUILT_IN else name
+    source = None if name in CONFIGS else name
     tokenizer = load_tokenizer(source, "t5", texts, column, min(config.vocab_size, 16384), 1 << 20)
     limits = (script.max_train_samples, script.max_eval_samples or (64 if script.tiny else None))
     prepared = summarization(data, tokenizer, script.block_size, limits)
@@ -104,7 +103,13 @@ def summaries(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedToke
 
 
 def speech(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Data]:
-    """Model, tokenizer and sounds."""
+    """Return model, tokenizer and sounds."""
+    import datasets
+    from common.data import load_tokenizer
+    from common.models import load_config, load_model
+    from common.speech import RATE, SpeechCollator, features_of, recordings, spoken_digits
+    from transformers import WhisperFeatureExtractor
+
     name = str(script.model)
     config = load_config(script.task, name)
     if script.dataset:
@@ -117,7 +122,7 @@ def speech(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
     limits = (script.max_train_samples, script.max_eval_samples)
     parts = [part[: limit or len(part)] for part, limit in zip(parts, limits)]
     texts = datasets.Dataset.from_dict({"text": [sound.text for sound in parts[0]]})
-    source = None if name in BUILT_IN else name
+    source = None if name in CONFIGS else name
     tokenizer = load_tokenizer(source, "t5", texts, "text", min(config.vocab_size, 16384), 1 << 20)
     frames = 2 * config.max_source_positions  # of 10 ms; the encoder takes every second
     extractor = WhisperFeatureExtractor(
@@ -130,8 +135,18 @@ def speech(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, evaluate, save; returns the final evaluation metrics."""
-    script, args = parse(sys.argv[1:] if argv is None else argv)
+    """Train, evaluate, save; return the final evaluation metrics."""
+    words = sys.argv[1:] if argv is None else argv
+    answer_help(words, Seq2SeqArguments, __doc__)
+    with examples():
+        import datasets
+    from common.metrics import RougeL, WordErrors, text_metrics
+    from common.run import each_item_alike, train_and_save
+    from transformers import Seq2SeqTrainer, set_seed
+
+    import hf_zero as zero
+
+    script, args = parse(words)
     check_output(args.output_dir)
     if args.process_index:
         datasets.disable_progress_bars()
@@ -151,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         compute_loss_func=each_item_alike,
         callbacks=[zero.ZeroCallback(verbose=script.verbose)],
     )
-    after = train_and_save(trainer, title=f"{script.model} · {script.task}", rates={"rows": 1.0})
+    after = train_and_save(trainer, title=f"{script.model} · {script.task}")
     if trainer.is_world_process_zero() and data.processor is not tokenizer:
         data.processor.save_pretrained(args.output_dir)
     return after

@@ -1,8 +1,8 @@
 """A plain `nn.Module` under ZeRO without Hugging Face: an MLP on handwritten digits, `zero.shard` and torchrun.
 
     torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3
-    torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3 --resume    # goes on, on any number of ranks
-    torchrun --nproc-per-node 3 --max-restarts 5 scripts/train_mlp.py --save-steps 20 --resume    # by itself
+    torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3 --resume    # continues, on any number of ranks
+    torchrun --nproc-per-node 3 --max-restarts 5 scripts/train_mlp.py --save-steps 20 --resume    # restarts itself
 
 The batch is one of all ranks together, split as evenly as it goes; `engine.weigh` makes every image count alike, so that any
 number of ranks trains the same model.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetune_images import Images, digits, image_folder
+from common.images import Images, digits, image_folder
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -32,7 +32,7 @@ SIDE = 8
 
 @dataclass
 class Progress:
-    """What a checkpoint needs besides the engine's own."""
+    """State of the training loop, stored in checkpoints."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Progress:
 
 
 def flags() -> argparse.ArgumentParser:
-    """The flags that every plain training run has."""
+    """Return a parser with the flags that every plain training run has."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--zero-stage", type=int, default=2, help="0: plain data parallel; 1, 2, 3")
     parser.add_argument("--zero-offload-optimizer", default="none", help="none, cpu, disk or auto")
@@ -60,7 +60,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def start() -> torch.device:
-    """Join the ranks that torchrun has started (none without it); the device of this one."""
+    """Join the ranks that torchrun started, if any; return the device of this one."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -71,12 +71,12 @@ def start() -> torch.device:
 
 
 def load(options: argparse.Namespace) -> Images:
-    """The digits, or the folder that was given."""
+    """Load the digits, or the given folder."""
     return image_folder(options.dataset, SIDE, channels=1) if options.dataset else digits(SIDE)
 
 
 def mlp(widths: Sequence[int], classes: int) -> nn.Module:
-    """The same on every rank. LayerNorm and not BatchNorm: statistics over a batch depend on how ranks split it."""
+    """Build the same model on every rank. No BatchNorm: its statistics depend on how ranks split the batch."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Flatten()]
     for before, after in zip([SIDE * SIDE, *widths], widths):
@@ -85,7 +85,7 @@ def mlp(widths: Sequence[int], classes: int) -> nn.Module:
 
 
 def rows_of(data: Dataset, rows: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """A batch; of no images where there are no rows."""
+    """Return a batch; without rows it has no images."""
     if not rows:
         return torch.zeros(0, 1, SIDE, SIDE, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     pixels, classes = zip(*(data[row] for row in rows))
@@ -94,7 +94,7 @@ def rows_of(data: Dataset, rows: Sequence[int], device: torch.device) -> tuple[T
 
 @torch.no_grad()
 def accuracy(engine: zero.Engine, data: Dataset, device: torch.device) -> float:
-    """The share of held-out images that are told right. Each rank looks at its share; a collective."""
+    """Return the share of held-out images that are classified correctly. Each rank checks its share; collective."""
     engine.model.eval()
     pixels, classes = rows_of(data, range(engine.rank, len(data), engine.world_size), device)  # type: ignore[arg-type]
     right = int((engine.model(pixels).argmax(1) == classes).sum())
@@ -103,13 +103,15 @@ def accuracy(engine: zero.Engine, data: Dataset, device: torch.device) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, evaluate, save; returns the last loss and the accuracy."""
+    """Train, evaluate, save; return the last loss and the accuracy."""
     parser = flags()
     parser.description = __doc__
     parser.add_argument(
         "--save-steps", type=int, default=0, help="steps from checkpoint to checkpoint; 0: one at the end"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, if there is one")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest whole checkpoint, or start fresh"
+    )
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     device = start()
     images = load(options)
@@ -121,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     newest = zero.latest_checkpoint(options.output_dir) if options.resume else None
     if newest is not None:
         engine.load(newest, objects={"progress": progress})
+    elif options.resume and rank == 0:
+        print(f"No checkpoint in {options.output_dir}: training starts fresh.", flush=True)
 
     def save() -> None:
         engine.save(options.output_dir / f"checkpoint-{progress.step}", objects={"progress": progress})

@@ -5,35 +5,35 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import export as exports
 from ..checkpoint.manifest import MANIFEST
 from ..errors import CheckpointError, ConfigError
-from .commands import ExportOptions, Options, VerifyOptions, print_json
+from .commands import print_json
 
 
-def verify(options: VerifyOptions) -> None:
-    folder = Path(options.folder)
+def verify(name: str, as_json: bool) -> None:
+    folder = Path(name)
     _check_folder(folder)
     started = time.perf_counter()
     with _progress() as note:
         is_model = (folder / "config.json").is_file() and not (folder / "optimizer").exists()
         if is_model and not (folder / MANIFEST).exists():
             raise CheckpointError(
-                f"{folder} is a model folder without {MANIFEST}: nothing vouches for its bytes, so there is nothing to verify"
+                f"{folder} is a model folder without {MANIFEST}: there are no digests to verify its bytes against."
             )
         manifest = exports.verified(folder, note)
     taken_s = max(time.perf_counter() - started, 1e-9)
-    if options.json:
-        found = {"folder": str(folder), "whole": True, "files": len(manifest.files), "bytes": manifest.total_bytes}
+    if as_json:
+        found = {"folder": name, "whole": True, "files": len(manifest.files), "bytes": manifest.total_bytes}
         print_json({**found, "seconds": taken_s, "facts": dict(manifest.facts)})
         return
     rate = manifest.total_bytes / 1e9 / taken_s
-    print(f"{folder}: whole; {len(manifest.files)} files, {manifest.total_bytes:,} bytes, {rate:.2f} GB/s")
+    print(f"{folder}: complete; {len(manifest.files)} files, {manifest.total_bytes:,} bytes, {rate:.2f} GB/s")
 
 
 def _check_folder(folder: Path) -> None:
@@ -43,30 +43,35 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"no such folder: {folder}")
 
 
-def export(options: ExportOptions) -> None:
-    _check_folder(Path(options.folder))
-    with _progress() as note, warnings.catch_warnings(record=True) as said:
+def export(name: str, values: Mapping[str, Any], as_json: bool) -> None:
+    """Export with the arguments of `zero.export`."""
+    _check_folder(Path(name))
+    uploaded = values["push_to_hub"]
+    if values["output"] is None and uploaded is None:
+        raise ConfigError("Choose where to export: --output DIR, --push-to-hub USER/REPO, or both.")
+    with _progress() as note, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        given = {item.name: getattr(options, item.name) for item in fields(options)}
-        given = {name: value for name, value in given.items() if name not in ("folder", *Options.__dataclass_fields__)}
-        target = exports.export(options.folder, **{**given, "private": options.private or None}, progress=note)
-    notes = list(dict.fromkeys(str(warning.message) for warning in said if warning.category is UserWarning))
-    for text in notes:
-        print(f"hf-zero: {text}", file=sys.stderr)
-    if options.json:
-        output, uploaded = None if target is None else str(target), options.push_to_hub
-        print_json({"folder": options.folder, "output": output, "push_to_hub": uploaded, "notes": notes})
+        try:
+            target = exports.export(name, **{**values, "private": values["private"] or None}, progress=note)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("overwrite=True", "--overwrite")) from error
+    notes = list(dict.fromkeys(str(each.message) for each in caught if each.category is UserWarning))
+    for line in notes:
+        print(f"hf-zero: {line}", file=sys.stderr)
+    if as_json:
+        output = None if target is None else str(target)
+        print_json({"folder": name, "output": output, "push_to_hub": uploaded, "notes": notes})
         return
     if target is not None:
-        print(f"{options.folder} exported to {target}")
-    if options.push_to_hub is not None:
-        branch = f", branch {options.revision}" if options.revision else ""
-        print(f"{options.folder} uploaded to {options.push_to_hub}{branch}")
+        print(f"{name} exported to {target}")
+    if uploaded is not None:
+        branch = f", branch {values['revision']}" if values["revision"] else ""
+        print(f"{name} uploaded to {uploaded}{branch}")
 
 
 @contextmanager
 def _progress() -> Iterator[exports.Progress]:
-    """Bars on stderr while it lasts; none where that is no terminal."""
+    """Show progress bars on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 

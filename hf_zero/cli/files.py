@@ -1,4 +1,4 @@
-"""What is typed as a path: files to write, and settings to read, which somebody else may have made."""
+"""Paths from the command line: files to write, and settings to read, which may be hostile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_DEEP = 50
 
 
 def cache_folder() -> Path:
-    """Where programs keep what they can make again (XDG base directory specification)."""
+    """Return the cache folder (XDG base directory specification)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero"
 
 
 def writable(path: str | None) -> None:
-    """Whether a file can be written there, before the work that makes it.
+    """Check that a file can be written, before the work that makes it.
 
     Raises:
         ConfigError: it is a folder, its folder is missing, or neither may be written to.
@@ -34,16 +34,16 @@ def writable(path: str | None) -> None:
     if target.is_dir():
         raise ConfigError(f"{path} is a folder: expected a file to write")
     if not parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {parent}")
+        raise ConfigError(f"{path} cannot be written: no folder {parent}")
     if not os.access(target if target.exists() else parent, os.W_OK):
         raise ConfigError(f"{path} cannot be written: no permission")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file of settings by name, as text, numbers, lists and objects.
+    """Read a JSON or YAML file of settings by name: text, numbers, lists and objects.
 
     Raises:
-        ConfigError: no such file; too large; none of these; YAML with aliases, a few of which may stand for more than memory.
+        ConfigError: the file is missing, too large, invalid, or YAML with aliases (which can expand beyond memory).
     """
     what = "JSON" if path.suffix == ".json" else "YAML"
     try:
@@ -54,8 +54,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        said = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise ConfigError(f"{path} is no {what}: {said}") from error
+        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid {what}: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected settings by name, found {type(values).__name__}")
     return values
@@ -65,7 +65,7 @@ def _yaml(raw: bytes) -> Any:
     text, depth = raw.decode(), 0
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError("it has aliases (*name): write out what they stand for")
+            raise ValueError("it has aliases (*name): replace them by their values")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MOST_DEEP:  # the scanner's time grows with the square
             raise ValueError("nested too deeply")
@@ -73,7 +73,7 @@ def _yaml(raw: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """With names that are text, and without the dates, sets and bytes that YAML has."""
+    """Convert names to text, and dates, sets and bytes of YAML to plain values."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple, set)):

@@ -1,33 +1,337 @@
-"""The command `hf-zero`: its commands, and the functions that run them. Flags and statuses are in `commands`.
+"""The command `hf-zero`: arguments of its commands, and one place that reports errors.
 
-What runs a command is imported when it is called: help, version and completion load no torch.
+A command's implementation is imported when the command runs: help and completion load no torch.
 """
 
 from __future__ import annotations
 
-import pkgutil
 import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import Annotated
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING
+from typing import Annotated, Any, Literal
 
 import typer
 
+from ..config import DTYPES, ZeroConfig, parse_bytes
+from ..errors import ConfigError, ZeroError
 from ..version import __version__
-from . import commands
-from .commands import Options, add
+from .commands import MOST_RANKS, OK, USAGE, WRONG, PlanOptions, SimulateOptions
 
-_COMMANDS: dict[str, tuple[type[Options], str]] = {
-    "plan": (commands.PlanOptions, "plan:run"),
-    "probe": (commands.ProbeOptions, "doctor:probe"),
-    "simulate": (commands.SimulateOptions, "simulate:run"),
-    "verify": (commands.VerifyOptions, "checkpoints:verify"),
-    "export": (commands.ExportOptions, "checkpoints:export"),
-    "report": (commands.ReportOptions, "report_page:run"),
-    "migrate": (commands.MigrateOptions, "migrate:run"),
-    "doctor": (commands.DoctorOptions, "doctor:run"),
-}
-"""By name: its options, and the function that is given them."""
+_MOST_NAME = 255
+"""Bytes of one name in a path on Linux."""
+app = typer.Typer(
+    help="Plan memory, check and export checkpoints, report runs. Exit status: 0 all is well; "
+    "1 something is wrong or failed; 2 invalid arguments.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+def _check_name(value: str | None) -> str | None:
+    if value is not None and max(map(len, value.split("/"))) > _MOST_NAME:
+        raise ConfigError(f"a name is longer than {_MOST_NAME} characters: {value[:40]!r}…")
+    return value
+
+
+def _check_size(value: str | None, parameter: typer.CallbackParam) -> str | None:
+    if value is not None:
+        parse_bytes(value, parameter.opts[0])
+    return value
+
+
+def _at_most(most: float) -> Callable[..., Any]:
+    def check(value: float | None, parameter: typer.CallbackParam) -> float | None:
+        if value is not None and not value <= most:
+            raise ConfigError(f"{parameter.opts[0]} must be at most {most:,}, found {value}")
+        return value
+
+    return check
+
+
+def _path(help: str, metavar: str) -> Any:
+    return typer.Argument(help=help, metavar=metavar, callback=_check_name)
+
+
+def _flag(help: str | None = None, metavar: str | None = None, most: float | None = None) -> Any:
+    check = None if most is None else _at_most(most)
+    return typer.Option(help=help, metavar=metavar, callback=check, show_default=True)
+
+
+def _size(help: str) -> Any:
+    return typer.Option(help=help, metavar="SIZE", callback=_check_size)
+
+
+def _setting(name: str, help: str | None = None, metavar: str | None = None, most: float | None = None) -> Any:
+    """A field of `ZeroConfig`, with its help."""
+    return _flag(help or ZeroConfig.__dataclass_fields__[name].metadata["help"], metavar, most)
+
+
+def _default(name: str) -> Any:
+    default = ZeroConfig.__dataclass_fields__[name].default
+    return None if default is MISSING else default
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")]
+Offload = Literal["none", "cpu", "disk", "auto"]
+Wire = Literal["none", "int8", "fp8", "int4"]
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def plan(
+    model: Annotated[str | None, _path("Size, built-in name, folder, file or Hub id.", "MODEL")] = None,
+    parameters: Annotated[str | None, _flag("Instead of MODEL: a number of parameters, such as 7.5B.", "N")] = None,
+    world_size: Annotated[int, _flag("Number of ranks.", most=MOST_RANKS)] = 8,
+    nodes: Annotated[int, _flag("Number of machines, with equal numbers of ranks.", most=MOST_RANKS)] = 1,
+    zero_stage: Annotated[int | None, _flag("Only this stage, with all details.", "[0|1|2|3]")] = None,
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")] = "no",
+    zero_offload_optimizer: Annotated[Offload, _setting("offload_optimizer")] = "none",
+    zero_offload_params: Annotated[Offload, _setting("offload_params")] = "none",
+    zero_step_in_backward: Annotated[
+        bool, typer.Option("--zero-step-in-backward", help="Update offloaded units in backward.")
+    ] = False,
+    zero_reduce_dtype: Annotated[str | None, _setting("reduce_dtype", metavar="DTYPE")] = None,
+    zero_full_precision: Annotated[str, _setting("full_precision", metavar="NAMES")] = "",
+    zero_units: Annotated[str, _setting("units", metavar="NAMES")] = "",
+    zero_replicas: Annotated[
+        int, _setting("replicas", "Copies of the sharded state (hybrid sharding).", "R", MOST_RANKS)
+    ] = 1,
+    zero_wire: Annotated[Wire, _setting("wire", "Format in which gradients and weights travel.")] = "none",
+    device_memory: Annotated[str | None, _size("Device memory per rank, such as 24GiB.")] = None,
+    host_memory: Annotated[str | None, _size("Host memory per rank.")] = None,
+    disk_space: Annotated[str | None, _size("Space per rank in the offload folder.")] = None,
+    optimizer_tensors: Annotated[int, _flag("State tensors per parameter; Adam has 2.", most=100)] = 2,
+    batch: Annotated[int | None, _flag("Sequences per rank and forward; counts activations.", "ROWS", 10**6)] = None,
+    sequence: Annotated[int, _flag("Tokens of each sequence, with --batch.", "TOKENS", 10**8)] = 2048,
+    accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 10**6)] = 1,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
+    ] = False,
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Keep checkpointed activations on the host.")
+    ] = False,
+    machine: Annotated[str | None, _flag("Sizes and speeds that `hf-zero probe` wrote.", "FILE")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Compare 1 to 1,024 ranks, all stages and tiers.")] = False,
+    plot: Annotated[str | None, _flag("With --sweep: draw it.", "FILE.png")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predict memory per rank and tier, traffic and step time, before anything runs.
+
+    MODEL is a size (7B, 350M), a built-in name (gpt2, gpt2-xl, llama-3-8b), a local folder,
+    config.json or .safetensors file, or a name on the Hub. No weights are read. Without
+    --zero-stage: all stages side by side, and a recommendation.
+
+    \b
+    Examples:
+      hf-zero plan 7B --mixed-precision bf16
+      hf-zero plan llama-3-8b --world-size 4 --device-memory 24GiB --batch 4 --sequence 4096
+      hf-zero plan llama-3-8b --world-size 32 --nodes 4 --zero-stage 3 --device-memory 24GiB
+      hf-zero plan out/checkpoint-500 --zero-stage 3 --zero-offload-optimizer cpu
+      hf-zero plan gpt2-xl --sweep --plot sweep.png
+
+    Exit status 1: nothing fits the memory that was given.
+    """
+    options = PlanOptions(**locals())
+    from .plan import run
+
+    raise typer.Exit(run(options))
+
+
+def probe(
+    offload_dir: Annotated[str | None, _flag("Folder on the disk to measure (default: temporary).", "DIR")] = None,
+    output: Annotated[str | None, _flag("Write the result only there.", "FILE")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure memory, disk, link and collectives of this machine.
+
+    Takes some seconds on an idle machine. Under torchrun it also measures the collectives between
+    the ranks. The result is kept for this machine: `hf-zero plan` uses it, and so does training
+    with a tier of `auto`.
+
+    \b
+    Examples:
+      hf-zero probe --offload-dir /fast/disk
+      hf-zero probe --output machine.json
+      torchrun --nproc-per-node 8 -m hf_zero probe
+    """
+    from .doctor import probe as run
+
+    run(offload_dir, output, json)
+
+
+def simulate(
+    model: Annotated[str, _path("Built-in name, folder or Hub id.", "MODEL")],
+    world_size: Annotated[int, _flag("Number of ranks.", most=1 << 14)] = 8,
+    nodes: Annotated[int, _flag("Number of machines, with equal numbers of ranks.", most=1 << 14)] = 1,
+    zero_stage: Annotated[int, _setting("stage", metavar="[0|1|2|3]")] = _default("stage"),
+    mixed_precision: Annotated[Literal["no", "bf16"], _flag("Compute precision.")] = "no",
+    accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 256)] = 1,
+    batch: Annotated[int, _flag("Sequences per rank and forward.", "ROWS", 10**6)] = 1,
+    sequence: Annotated[int, _flag("Tokens of each sequence.", "TOKENS", 10**8)] = 128,
+    network: Annotated[
+        Literal["nvlink", "infiniband", "ethernet"], _flag("Between machines; within one it is NVLink.")
+    ] = "infiniband",
+    adapters: Annotated[int, _flag("Network adapters of one machine; 0: one for each of its ranks.", "N", 1 << 14)] = 0,
+    flops: Annotated[
+        float | None,
+        _flag("Floating-point operations per second of one rank (default: the machine's, else 4e14).", "RATE", 10**21),
+    ] = None,
+    machine: Annotated[
+        str | None, _flag("Speeds within a machine, as `hf-zero probe` wrote them (default: an H100's).", "FILE")
+    ] = None,
+    zero_units: Annotated[str, _setting("units", metavar="NAMES")] = "",
+    zero_replicas: Annotated[int, _setting("replicas", metavar="R", most=1 << 14)] = 1,
+    zero_wire: Annotated[Wire, _setting("wire")] = "none",
+    device_memory: Annotated[str | None, _size("Device memory per rank: room to keep units gathered.")] = None,
+    scaling: Annotated[
+        Literal["none", "weak", "strong"],
+        _flag("1 to --world-size ranks; weak: --batch rows for each; strong: --batch rows for all."),
+    ] = "none",
+    plot: Annotated[str | None, _flag("With --scaling: draw it.", "FILE.png")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Count the collectives of one step on any number of ranks, and estimate its time.
+
+    One rank's real engine runs a few steps of AdamW in this process; the other ranks do not exist.
+    MODEL is a built-in name (gpt2-tiny, gpt2-124m), a local folder or a name on the Hub. No weights
+    are read, and large tensors have no values: the model may be far larger than this machine.
+
+    \b
+    Examples:
+      hf-zero simulate gpt2-124m --world-size 1024 --nodes 128 --mixed-precision bf16
+      hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
+      hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
+      hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak
+      hf-zero simulate gpt3-1.3b --world-size 64 --nodes 8 --zero-stage 3 --device-memory 16GiB
+    """
+    options = SimulateOptions(**locals())
+    from .simulate import run
+
+    run(options)
+
+
+def verify(
+    folder: Annotated[str, _path("Checkpoint folder with zero_manifest.json.", "DIR")],
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check every byte of a checkpoint against its manifest.
+
+    \b
+    Examples:
+      hf-zero verify out/checkpoint-500
+
+    Exit status 1: stderr names the file that is missing, too short or changed.
+    """
+    from .checkpoints import verify as run
+
+    run(folder, json)
+
+
+def export(
+    folder: Annotated[str, _path("Checkpoint folder, or any folder that from_pretrained loads.", "DIR")],
+    output: Annotated[str | None, _flag("Folder to write; an earlier export there is replaced.", "DIR")] = None,
+    push_to_hub: Annotated[str | None, _flag("Upload; the repository is created if needed.", "USER/REPO")] = None,
+    dtype: Annotated[str | None, _flag("Cast the weights.", "|".join(DTYPES))] = None,
+    max_shard_size: Annotated[str, _size("Largest weight file.")] = "50GB",
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    revision: Annotated[str | None, _flag("Branch to upload to; created if needed.", "BRANCH")] = None,
+    commit_message: Annotated[str | None, _flag("Of the upload.", "TEXT")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write into an --output with other files; replace other weights.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make a clean model folder of a checkpoint, here or on the Hub.
+
+    Weights, configuration, tokenizer, code and model card, without optimizer and training state.
+    The checkpoint is verified first.
+
+    \b
+    Examples:
+      hf-zero export out/checkpoint-500 --output model --dtype bfloat16
+      hf-zero export out/checkpoint-500 --push-to-hub user/model --private
+    """
+    values = {name: value for name, value in locals().items() if name not in ("folder", "json", "debug")}
+    from .checkpoints import export as run
+
+    run(folder, values, json)
+
+
+def report(
+    folder: Annotated[str, _path("Folder with zero_steps.jsonl, or that file.", "RUN")],
+    other: Annotated[str | None, _path("A second run, to compare with.", "RUN2")] = None,
+    png: Annotated[str | None, _flag("Draw loss, throughput and memory.", "FILE.png")] = None,
+    html: Annotated[str | None, _flag("Write one interactive page that needs no other file.", "FILE.html")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show how a recorded run went: loss, speed, memory against the plan; also of a run in progress.
+
+    Reads the zero_steps.jsonl of all ranks, which ZeroCallback or engine.record writes. With two
+    runs: what differs.
+
+    \b
+    Examples:
+      hf-zero report out
+      hf-zero report out --html report.html
+      hf-zero report out other --html both.html
+    """
+    from .report_page import run
+
+    run(folder, other, png, html, json)
+
+
+def migrate(
+    file: Annotated[str, _path("DeepSpeed JSON, accelerate YAML or fsdp_config.", "FILE")],
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Translate settings of DeepSpeed or FSDP.
+
+    FILE is a DeepSpeed JSON, an accelerate YAML (DeepSpeed or FSDP), or the Trainer's fsdp_config.
+    Every setting of the file is listed with its replacement.
+
+    \b
+    Examples:
+      hf-zero migrate ds_config.json
+      hf-zero migrate ~/.cache/huggingface/accelerate/default_config.yaml
+      hf-zero migrate fsdp_config.json --json
+
+    Exit status 1: a setting that mattered has no equivalent, or is unknown.
+    """
+    from .migrate import run
+
+    raise typer.Exit(run(file, json))
+
+
+def doctor(
+    offload_dir: Annotated[str | None, _flag("Folder for the disk tier (default: temporary).", "DIR")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check this machine: GPUs, backend, versions, memory, disk, accelerate's configuration.
+
+    \b
+    Examples:
+      hf-zero doctor
+      hf-zero doctor --offload-dir /fast/disk
+
+    Exit status 1: something has to be fixed first.
+    """
+    from .doctor import run
+
+    raise typer.Exit(run(offload_dir, json))
 
 
 def _print_version(asked: bool) -> None:
@@ -36,34 +340,49 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-_Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
-
-
-def _general(version: _Version = False) -> None:
+def _general(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     pass
 
 
-def _run(place: str, given: Options) -> int | None:
-    status: int | None = pkgutil.resolve_name(f"{__package__}.{place}")(given)
-    return status
+app.callback()(_general)
+for _command in (plan, probe, simulate, verify, export, report, migrate, doctor):
+    app.command()(_command)
+
+
+# Errors -------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status."""
-    app = typer.Typer(
-        help="Plan what each rank will hold, check and export checkpoints, report what a run took. Exit status: 0 all is well; "
-        "1 something is wrong, or the work failed; 2 what was typed cannot be.",
-        callback=_general,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-    for name, (kind, place) in _COMMANDS.items():
-        add(app, name, kind, partial(_run, place))
+    """Run the command line and return its exit status; an error is one line on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(None if arguments is None else list(arguments), prog_name="hf-zero")
+        if bad := next((word for word in words if "\0" in word), None):
+            raise ConfigError(f"an argument has a null character: {bad[:40]!r}")
+        app(words, prog_name="hf-zero")
     except SystemExit as end:
         return int(end.code or 0)
-    return 0
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        # Names in files may contain control characters, which could move the terminal's cursor.
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _words(error))
+        print(f"hf-zero: {line}", file=sys.stderr)
+        return USAGE if isinstance(error, ConfigError) else WRONG
+    return OK
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ZeroError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, (OSError, ValueError)):
+        return str(error)
+    return f"Unexpected error: {type(error).__name__}: {error}. Rerun with --debug for a traceback."
 
 
 if __name__ == "__main__":

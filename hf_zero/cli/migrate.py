@@ -1,9 +1,11 @@
-"""`hf-zero migrate`: a DeepSpeed JSON, or an accelerate or FSDP YAML, as settings of ours. What becomes of a key is a row of
-the table: what it is here, why it is not needed, or that it is lost.
+"""`hf-zero migrate`: translate a DeepSpeed JSON, or an accelerate or FSDP YAML, to settings of hf_zero.
+
+One table per source translates each key. The first row that matches a key decides.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,28 +14,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from ..config import STAGES, ZeroConfig
 from ..errors import ConfigError
-from .commands import OK, WRONG, MigrateOptions, as_flags, as_plugin, print_json
+from .commands import OK, WRONG, as_flags, as_plugin, print_json
 from .files import read_settings
-from .show import pasted, table, text
+from .show import pasted, text
 
-Verdict = Literal["same", "trainer", "not needed", "lost", "stays"]
-"""same: a setting of ours. trainer: an argument of the Trainer (or of Accelerator). not needed: the engine does it, or has no
-such thing. lost: no equivalent, and it mattered. stays: of the launcher, as it was."""
+Verdict = Literal["same", "trainer", "not needed", "to do", "lost", "stays"]
+"""same: a setting of hf_zero. trainer: an argument of the Trainer or Accelerator. not needed: the
+engine does it, or has no such thing. to do: a setting whose value the file does not contain. lost:
+no equivalent. stays: belongs to the launcher."""
+UNKNOWN = "unknown"
+ATTENTION = (UNKNOWN, "lost", "to do")
+"""Verdicts with which the command ends with status 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of one key.
+    """The translation of one key.
 
     Attributes:
-        key: dotted, `*` for any rest.
-        into: the setting, or the Trainer's argument, that takes the value.
-        values: by the value there, in lower case, the value here, or several settings; None: as it is.
-        why: for people.
+        key: dotted; `*` matches anything.
+        into: the setting or Trainer argument that takes the value.
+        values: value there (lower case) to value here; None: unchanged; empty: `into` is only named.
     """
 
     key: str
@@ -43,64 +49,78 @@ class Row:
     why: str = ""
 
 
+def _rows(verdict: Verdict, prefix: str, keys: str, why: str) -> Iterator[Row]:
+    """Rows of keys with one verdict and one reason."""
+    for key in keys.split():
+        yield Row(prefix + key, verdict, why=why)
+
+
+_ZERO = "zero_optimization."
 _DEVICES = {"none": "none", "cpu": "cpu", "nvme": "disk"}
 _SWITCH = {"true": True, "false": False}
+_TO_HOST = {"true": "cpu", "false": "none"}
+_INT8 = {"true": "int8", "false": None}
+_BUFFERS = "no buckets to size: a unit is gathered, reduced and prefetched as one"
+_PINNED = "host buffers are pinned where there is a GPU, and sized by the plan"
+_WHOLE = "every checkpoint has full weights, written by all ranks; from_pretrained loads it"
+_DATA_PARALLEL = "every rank is a data parallel rank"
 _UNITS = "units are found in the model: blocks, embeddings, head"
-_BUFFERS = "there are no buckets to size: a unit is gathered, reduced and prefetched as a whole"
-_PINNED = "host buffers are page-locked where there is a GPU, and sized by the plan"
-_SCALER = "the loss is scaled by torch's GradScaler, with its own defaults"
-_WHOLE = "every checkpoint has whole weights, written by all ranks; from_pretrained loads it"
 
 DEEPSPEED = (
-    Row("zero_optimization.stage", "same", "stage"),
-    Row("zero_optimization.offload_optimizer.device", "same", "offload_optimizer", _DEVICES),
-    Row("zero_optimization.offload_param.device", "same", "offload_params", _DEVICES),
-    Row("zero_optimization.offload_*.nvme_path", "same", "offload_dir"),
-    Row("zero_optimization.offload_optimizer.ratio", "lost", why="no fixed split: offload_optimizer='auto' finds one"),
-    Row("zero_optimization.offload_*.*", "not needed", why=_PINNED),
-    Row("zero_optimization.cpu_offload", "same", "offload_optimizer", {"true": "cpu", "false": "none"}),
-    Row("zero_optimization.cpu_offload_params", "same", "offload_params", {"true": "cpu", "false": "none"}),
-    Row("zero_optimization.cpu_offload_use_pin_memory", "not needed", why=_PINNED),
-    *(Row(f"zero_optimization.{key}", "not needed", why=_BUFFERS) for key in (
-        "allgather_bucket_size", "reduce_bucket_size", "allgather_partitions", "reduce_scatter", "contiguous_gradients",
-        "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-        "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "use_multi_rank_bucket_allreduce",
-        "stage3_module_granularity_threshold", "module_granularity_threshold",
-    )),
-    *(Row(f"zero_optimization.{key}", "not needed", why="small parameters move with their block") for key in (
-        "stage3_param_persistence_threshold", "param_persistence_threshold", "stage3_model_persistence_threshold",
+    Row(_ZERO + "stage", "same", "stage"),
+    Row(_ZERO + "offload_optimizer.device", "same", "offload_optimizer", _DEVICES),
+    Row(_ZERO + "offload_param.device", "same", "offload_params", _DEVICES),
+    Row(_ZERO + "offload_*.nvme_path", "same", "offload_dir"),
+    Row(_ZERO + "offload_optimizer.ratio", "lost", why="no fixed split: offload_optimizer='auto' finds one"),
+    Row(_ZERO + "cpu_offload", "same", "offload_optimizer", _TO_HOST),
+    Row(_ZERO + "cpu_offload_params", "same", "offload_params", _TO_HOST),
+    *_rows("not needed", _ZERO, "offload_*.* cpu_offload_use_pin_memory", _PINNED),
+    *_rows(
+        "not needed",
+        _ZERO,
+        "allgather_bucket_size reduce_bucket_size allgather_partitions reduce_scatter contiguous_gradients "
+        "sub_group_size stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
+        "prefetch_bucket_size max_live_parameters max_reuse_distance use_multi_rank_bucket_allreduce "
+        "stage3_module_granularity_threshold module_granularity_threshold",
+        _BUFFERS,
+    ),
+    *_rows(
+        "not needed",
+        _ZERO,
+        "stage3_param_persistence_threshold param_persistence_threshold stage3_model_persistence_threshold "
         "model_persistence_threshold",
-    )),
-    Row("zero_optimization.overlap_comm", "not needed", why="communication always runs beside the computation"),
-    Row("zero_optimization.round_robin_gradients", "not needed", why="each rank copies only its own part to the host"),
-    Row("zero_optimization.*gather_16bit_weights_on_model_save", "not needed", why=_WHOLE),
-    Row("zero_optimization.*gather_fp16_weights_on_model_save", "not needed", why=_WHOLE),
-    Row("zero_optimization.elastic_checkpoint", "not needed", why="checkpoints resume on any number of ranks"),
-    Row("zero_optimization.load_from_fp32_weights", "not needed", why="masters are float32 and in the checkpoint"),
-    Row("zero_optimization.ignore_unused_parameters", "not needed", why="unused parameters are handled as under DDP"),
-    Row("zero_optimization.legacy_stage1", "not needed", why="there is one stage 1"),
-    Row("zero_optimization.memory_efficient_linear", "not needed", why="linear layers are torch's own"),
-    Row("zero_optimization.override_module_apply", "not needed", why="zero.Init handles initialisation by apply()"),
-    Row("zero_optimization.log_trace_cache_warnings", "not needed", why="there is no trace to go wrong"),
-    Row("zero_optimization.zero_hpz_partition_size", "lost", why="no copy for backward alone; replicas keep gathers on a node"),
-    Row("zero_optimization.zero_quantized_*", "lost", why="set wire='int8': gradients and weights travel as codes"),
-    Row("zero_optimization.mics_*", "lost", why="here replicas is set: the number of ranks divided by mics_shard_size"),
-    Row("zero_optimization.leaf_module.*", "same", "units", {}, "names and classes alike, such as units='*.experts,MoeBlock'"),
+        "small parameters move with their block",
+    ),
+    *_rows("not needed", _ZERO, "overlap_comm", "communication always overlaps with computation"),
+    *_rows("not needed", _ZERO, "round_robin_gradients", "each rank copies only its own part to the host"),
+    *_rows("not needed", _ZERO, "*gather_16bit_weights_on_model_save *gather_fp16_weights_on_model_save", _WHOLE),
+    *_rows("not needed", _ZERO, "elastic_checkpoint", "checkpoints resume on any number of ranks"),
+    *_rows("not needed", _ZERO, "load_from_fp32_weights", "masters are float32 and in the checkpoint"),
+    *_rows("not needed", _ZERO, "ignore_unused_parameters", "unused parameters are handled as under DDP"),
+    *_rows("not needed", _ZERO, "legacy_stage1 memory_efficient_linear", "one implementation"),
+    *_rows("not needed", _ZERO, "override_module_apply", "zero.Init handles initialisation by apply()"),
+    *_rows("not needed", _ZERO, "log_trace_cache_warnings", "no trace cache"),
+    Row(_ZERO + "zero_hpz_partition_size", "lost", why="one replica per node (replicas=NODES) keeps gathers on a node"),
+    Row(_ZERO + "zero_quantized_weights", "same", "wire", _INT8, "one format for weights and gradients"),
+    Row(_ZERO + "zero_quantized_gradients", "same", "wire", _INT8, "one format for weights and gradients"),
+    *_rows("lost", _ZERO, "zero_quantized_*", "wire='int8' compresses weights and gradients only"),
+    Row(_ZERO + "mics_shard_size", "to do", "replicas"),
+    *_rows("not needed", _ZERO, "mics_*", "gathers stay within a replica"),
+    Row(_ZERO + "leaf_module.*", "same", "units", {}, "names and classes, such as units='*.experts,MoeBlock'"),
     Row("bf16.enabled", "trainer", "bf16", _SWITCH),
     Row("bfloat16.enabled", "trainer", "bf16", _SWITCH),
-    Row("bf16.*", "not needed", why="masters, gradients and sums are float32"),
+    *_rows("not needed", "", "bf16.*", "masters, gradients and sums are float32"),
     Row("fp16.enabled", "trainer", "fp16", _SWITCH),
-    Row("fp16.loss_scale", "lost", why="no fixed loss scale: torch's GradScaler moves it"),
-    Row("fp16.*", "not needed", why=_SCALER),
-    Row("amp.enabled", "lost", why="no NVIDIA apex: bf16 or fp16 of the Trainer is autocast with float32 masters"),
-    Row("amp.*", "not needed", why="of NVIDIA apex"),
+    Row("fp16.loss_scale", "lost", why="no fixed loss scale: torch's GradScaler adapts it"),
+    *_rows("not needed", "", "fp16.*", "torch's GradScaler scales the loss with its own defaults"),
+    Row("amp.enabled", "lost", why="no NVIDIA apex: use bf16 or fp16 of the Trainer"),
+    *_rows("not needed", "", "amp.*", "belongs to NVIDIA apex"),
     Row("communication_data_type", "same", "reduce_dtype"),
-    Row("seq_parallel_communication_data_type", "lost", why="no sequence parallelism"),
-    Row("data_types.grad_accum_dtype", "not needed", why="gradients add up in float32"),
-    Row("prescale_gradients", "not needed", why="gradients are averaged in float32 by default"),
-    Row("gradient_predivide_factor", "not needed", why="gradients are averaged in float32 by default"),
+    Row("seq_parallel_communication_data_type", "lost", why="gradients have one reduce_dtype"),
+    *_rows("not needed", "", "data_types.grad_accum_dtype", "gradients are accumulated in float32"),
+    *_rows("not needed", "", "prescale_gradients gradient_predivide_factor", "gradients are averaged in float32"),
     Row("sparse_gradients", "lost", why="gradients of sparse embeddings are not supported"),
-    Row("train_batch_size", "not needed", why="it follows from rows per rank, accumulation and ranks"),
+    *_rows("not needed", "", "train_batch_size", "follows from rows per rank, accumulation and ranks"),
     Row("train_micro_batch_size_per_gpu", "trainer", "per_device_train_batch_size"),
     Row("gradient_accumulation_steps", "trainer", "gradient_accumulation_steps"),
     Row("gradient_clipping", "trainer", "max_grad_norm"),
@@ -108,44 +128,48 @@ DEEPSPEED = (
     Row("optimizer.type", "trainer", "optim", {
         "adamw": "adamw_torch", "adam": "adamw_torch", "adagrad": "adagrad", "sgd": "sgd", "lion": "lion_32bit",
         "fusedadam": "adamw_torch", "cpuadam": "adamw_torch", "deepspeedcpuadam": "adamw_torch",
-    }, why="any other element-wise torch optimizer is passed to the Trainer as an object"),
+    }, "any other torch optimizer is passed to the Trainer as an object"),
     Row("optimizer.params.lr", "trainer", "learning_rate"),
     Row("optimizer.params.betas", "trainer", "adam_beta1, adam_beta2"),
     Row("optimizer.params.eps", "trainer", "adam_epsilon"),
     Row("optimizer.params.weight_decay", "trainer", "weight_decay"),
-    Row("optimizer.params.torch_adam", "not needed", why="it is torch's own"),
-    Row("optimizer.params.adam_w_mode", "not needed", why="adamw_torch decouples weight decay"),
-    Row("optimizer.legacy_fusion", "not needed", why="it is torch's own"),
+    *_rows("not needed", "optimizer.", "params.torch_adam params.adam_w_mode legacy_fusion", "torch's own AdamW"),
     Row("scheduler.type", "trainer", "lr_scheduler_type", {
         "warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine",
-    }, why="another schedule is passed to the Trainer as an object"),
+    }, "another schedule is passed to the Trainer as an object"),
     Row("scheduler.params.warmup_max_lr", "trainer", "learning_rate"),
     Row("scheduler.params.warmup_num_steps", "trainer", "warmup_steps"),
     Row("scheduler.params.total_num_steps", "trainer", "max_steps"),
     Row("scheduler.params.warmup_min_lr", "lost", why="the Trainer's warm-up starts at 0"),
-    Row("scheduler.params.warmup_type", "not needed", why="the Trainer's warm-up is linear"),
-    Row("activation_checkpointing.partition_activations", "lost", why="checkpointed activations are not divided among ranks"),
-    Row("activation_checkpointing.cpu_checkpointing", "lost", why="checkpointed activations stay on the device"),
-    Row("activation_checkpointing.*", "trainer", "gradient_checkpointing", {}, "the model's own gradient checkpointing"),
-    Row("aio.*", "not needed", why="the disk tier chooses its requests itself (O_DIRECT, several threads)"),
-    Row("checkpoint.*", "not needed", why=_WHOLE),
-    Row("wall_clock_breakdown", "not needed", why="zero.ZeroCallback() records every step; hf-zero report shows it"),
-    Row("memory_breakdown", "not needed", why="the report has memory by tier and kind"),
-    Row("dump_state", "not needed", why="the plan is printed at the start"),
-    *(Row(f"{key}*", "trainer", "report_to", {}, "the Trainer's own trackers")
-      for key in ("tensorboard", "wandb", "csv_monitor", "comet")),
-    Row("comms_logger.*", "not needed", why="the report has bytes and waits per step"),
-    Row("flops_profiler.*", "not needed", why="torch's profiler; hf-zero report has times by part of the step"),
-    Row("autotuning.*", "not needed", why="hf-zero plan says what fits before anything runs"),
-    Row("zero_allow_untested_optimizer", "not needed", why="every optimizer is tried, or refused by name"),
-    Row("zero_force_ds_cpu_optimizer", "not needed", why="offloaded state is updated by torch's own optimizer"),
-    Row("elasticity.*", "lost", why="the number of ranks is fixed within a run; a checkpoint resumes on any other number"),
-    Row("tensor_parallel.*", "lost", why="every rank is a data parallel rank"),
-    Row("pipeline.*", "lost", why="every rank is a data parallel rank"),
-    *(Row(f"{key}*", "lost", why="of DeepSpeed alone") for key in (
-        "sparse_attention", "compression_training", "data_efficiency", "curriculum_learning", "eigenvalue",
-        "progressive_layer_drop", "quantize_training", "hybrid_engine",
-    )),
+    *_rows("not needed", "", "scheduler.params.warmup_type", "the Trainer's warm-up is linear"),
+    *_rows(
+        "lost",
+        "activation_checkpointing.",
+        "partition_activations cpu_checkpointing",
+        "activations stay on their rank's device",
+    ),
+    Row("activation_checkpointing.*", "trainer", "gradient_checkpointing", {}, "the model's own checkpointing"),
+    *_rows("not needed", "", "aio.*", "the disk tier chooses its requests itself"),
+    *_rows("not needed", "", "checkpoint.*", _WHOLE),
+    *_rows("not needed", "", "wall_clock_breakdown memory_breakdown comms_logger.*", "hf-zero report shows it"),
+    *_rows("not needed", "", "dump_state", "the plan is printed at the start"),
+    Row("tensorboard*", "trainer", "report_to", {}, "the Trainer's own trackers"),
+    Row("wandb*", "trainer", "report_to", {}, "the Trainer's own trackers"),
+    Row("csv_monitor*", "trainer", "report_to", {}, "the Trainer's own trackers"),
+    Row("comet*", "trainer", "report_to", {}, "the Trainer's own trackers"),
+    *_rows("not needed", "", "flops_profiler.*", "use torch's profiler; hf-zero report has times by part of the step"),
+    *_rows("not needed", "", "autotuning.*", "hf-zero plan says what fits before anything runs"),
+    *_rows("not needed", "", "zero_allow_untested_optimizer", "an unsuitable optimizer raises an error"),
+    *_rows("not needed", "", "zero_force_ds_cpu_optimizer", "torch's own optimizer updates offloaded state"),
+    *_rows("lost", "", "elasticity.*", "the number of ranks is fixed within a run; a checkpoint resumes on any number"),
+    *_rows("lost", "", "tensor_parallel.* pipeline.*", _DATA_PARALLEL),
+    *_rows(
+        "lost",
+        "",
+        "sparse_attention* compression_training* data_efficiency* curriculum_learning* eigenvalue* "
+        "progressive_layer_drop* quantize_training* hybrid_engine*",
+        "only DeepSpeed has it",
+    ),
 )  # fmt: skip
 
 FSDP = (
@@ -155,34 +179,38 @@ FSDP = (
     }),
     Row("reshard_after_forward", "same", "stage", {
         "true": 3, "false": 2, "full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3,
+        "hybrid_shard_zero2": 2,
     }),
-    Row("offload_params", "same", "offload_params", {"true": "cpu", "false": "none"},
-        "FSDP offloads parameters, gradients and optimizer together; here offload_optimizer is a setting of its own"),
-    Row("cpu_offload", "same", "offload_params", {"true": "cpu", "false": "none"}),
+    Row("offload_params", "same", "offload_params", _TO_HOST, "FSDP offloads the optimizer with the parameters"),
+    Row("cpu_offload", "same", "offload_params", _TO_HOST),
     Row("mixed_precision_policy.reduce_dtype", "same", "reduce_dtype"),
-    Row("mixed_precision_policy.*", "not needed", why="gathered in the Trainer's bf16 or fp16, masters float32"),
-    Row("mixed_precision_policy", "lost", why="bf16 or fp16 is the Trainer's own; masters are float32, sums too"),
-    Row("version", "not needed", why="one engine"),
-    *(Row(key, "not needed", why=_UNITS) for key in (
-        "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "use_orig_params", "wrap_policy",
-    )),
-    *(Row(key, "not needed", why="communication runs beside the computation, one unit ahead") for key in (
-        "backward_prefetch", "backward_prefetch_policy", "forward_prefetch", "limit_all_gathers",
-    )),
-    Row("sync_module_states", "not needed", why="differing starts are found, and rank 0's values used"),
-    Row("cpu_ram_efficient_loading", "not needed", why="with zero.Init() each rank reads only its own bytes"),
-    Row("state_dict_type", "not needed", why=_WHOLE),
+    *_rows("not needed", "", "mixed_precision_policy.*", "the Trainer's bf16 or fp16, with float32 masters"),
+    Row("mixed_precision_policy", "lost", why="set bf16 or fp16 of the Trainer; masters and sums are float32"),
+    *_rows("not needed", "", "version", "one engine"),
+    *_rows(
+        "not needed",
+        "",
+        "auto_wrap_policy transformer_layer_cls_to_wrap min_num_params use_orig_params wrap_policy",
+        _UNITS,
+    ),
+    *_rows(
+        "not needed",
+        "",
+        "backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers",
+        "communication overlaps with computation, one unit ahead",
+    ),
+    *_rows("not needed", "", "sync_module_states", "all ranks start from rank 0's values"),
+    *_rows("not needed", "", "cpu_ram_efficient_loading", "with zero.Init() each rank reads only its own bytes"),
+    *_rows("not needed", "", "state_dict_type", _WHOLE),
     Row("activation_checkpointing", "trainer", "gradient_checkpointing", _SWITCH),
-    Row("activation_cpu_offload", "lost", why="checkpointed activations stay on the device"),
-    Row("ignored_modules", "lost", why="no module is left out: freeze it, or shard the others"),
-    Row("ignored_params", "lost", why="no parameter is left out: freeze it"),
-    Row("xla*", "lost", why="no TPUs"),
-    Row("tp_size", "lost", why="every rank is a data parallel rank"),
+    Row("activation_cpu_offload", "lost", why="activations stay on their rank's device"),
+    *_rows("lost", "", "ignored_modules ignored_params", "nothing is left out: freeze it"),
+    *_rows("lost", "", "xla*", "no TPUs"),
+    *_rows("lost", "", "tp_size", _DATA_PARALLEL),
 )  # fmt: skip
 
-_LAUNCHER = "of accelerate launch, as it was"
 ACCELERATE = (
-    Row("distributed_type", "stays", why="MULTI_GPU (MULTI_CPU without GPUs): accelerate must not set up another engine"),
+    Row("distributed_type", "stays", why="set MULTI_GPU (MULTI_CPU without GPUs): accelerate must not start another engine"),
     Row("mixed_precision", "trainer", "mixed_precision", {"no": "no", "bf16": "bf16", "fp16": "fp16"}),
     Row("gradient_accumulation_steps", "trainer", "gradient_accumulation_steps"),
     Row("deepspeed_config.zero_stage", "same", "stage"),
@@ -191,50 +219,42 @@ ACCELERATE = (
     Row("deepspeed_config.offload_*_nvme_path", "same", "offload_dir"),
     Row("deepspeed_config.gradient_accumulation_steps", "trainer", "gradient_accumulation_steps"),
     Row("deepspeed_config.gradient_clipping", "trainer", "max_grad_norm"),
-    Row("deepspeed_config.zero3_init_flag", "not needed", why="with zero.Init(): from_pretrained creates the model in parts"),
+    Row("deepspeed_config.zero3_init_flag", "not needed", why="with zero.Init(): each rank reads only its own bytes"),
     Row("deepspeed_config.zero3_save_16bit_model", "not needed", why=_WHOLE),
     Row("deepspeed_config.deepspeed_moe_layer_cls_names", "same", "units"),
-    *(Row(f"deepspeed_config.{key}", "lost", why="of DeepSpeed's launcher: torchrun --nnodes, or accelerate's machine_rank")
-      for key in (
-          "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-      )),
-    *(Row(f"{key}*", "lost", why="every rank is a data parallel rank") for key in (
-        "megatron_lm_config", "tp_config", "parallelism_config",
-    )),
-    Row("fp8_config*", "lost", why="no fp8"),
-    *(Row(key, "stays", why=_LAUNCHER) for key in (
-        "compute_environment", "debug", "use_cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip",
-        "main_process_port", "main_training_function", "rdzv_backend", "same_network", "gpu_ids", "downcast_bf16", "tpu_*",
-        "enable_cpu_affinity", "dynamo_config*", "dynamo_backend", "ipex_config*", "mpirun_config*", "env", "commands",
-        "command_file", "max_restarts", "monitor_interval", "rdzv_conf*", "log_dir",
-    )),
+    *_rows(
+        "lost",
+        "deepspeed_config.",
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
+        "DeepSpeed's launcher: use torchrun --nnodes, or accelerate's machine_rank",
+    ),
+    *_rows("lost", "", "megatron_lm_config* tp_config* parallelism_config*", _DATA_PARALLEL),
+    *_rows("lost", "", "fp8_config*", "no fp8"),
+    *_rows(
+        "stays",
+        "",
+        "compute_environment debug use_cpu num_processes num_machines machine_rank main_process_ip "
+        "main_process_port main_training_function rdzv_backend same_network gpu_ids downcast_bf16 tpu_* "
+        "enable_cpu_affinity dynamo_config* dynamo_backend ipex_config* mpirun_config* env commands command_file "
+        "max_restarts monitor_interval rdzv_conf* log_dir",
+        "accelerate launch keeps it",
+    ),
 )  # fmt: skip
 
-
-# The table ------------------------------------------------------------------------------------------------------------
-
-
-_DEEPSPEED_KEYS = {
-    "zero_optimization",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "fp16",
-    "bf16",
-    "optimizer",
-}
+_DEEPSPEED_KEYS = (
+    "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16", "optimizer",
+)  # fmt: skip
 _ACCELERATE_KEYS = {"distributed_type", "compute_environment", "deepspeed_config", "num_processes"}
-_NOTHING: tuple[Any, ...] = (None, "", "none", False, 0, 1, [], {})
+_NOTHING: tuple[Any, ...] = (None, "", "none", False, 0, 1, -1, [], {})
 """Values with which a setting asks for nothing, so that nothing is lost."""
-_STYLES = {"lost": "bold red", "unknown": "bold red", "same": "green", "trainer": "green"}
-_ORDER = ("unknown", "lost", "same", "trainer", "stays", "not needed")
-_SHARDED = max(STAGES)
-_UNKNOWN = "not known to hf_zero: look it up before you drop it"
+_ALIKE = 0.9
+_NOTHING_ASKED: tuple[str, str, str] = ("not needed", "", "asks for nothing")
 _HYBRID_NUMBERS = {("sharding_strategy", "4"), ("sharding_strategy", "5")}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One setting of the file, and what becomes of it."""
+    """One setting of the file and its translation."""
 
     key: str
     value: Any
@@ -245,64 +265,67 @@ class Finding:
 
 @dataclass
 class Migration:
-    """What a file says in our words."""
+    """A file in terms of hf_zero: fields of `ZeroConfig`, arguments of the Trainer, and all findings."""
 
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of `ZeroConfig`."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the Trainer (`TrainingArguments`)."""
     findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def lost(self) -> list[Finding]:
-        return [found for found in self.findings if found.verdict in ("lost", "unknown")]
+    ranks: int | None = None
+    machines: int | None = None
 
     @property
     def command_line(self) -> str:
         return as_flags({**{f"zero_{name}": value for name, value in self.settings.items()}, **self.trainer})
 
 
-def run(options: MigrateOptions) -> int:
-    """Prints it; status 1 where something that mattered has no equivalent, or is not known."""
-    made = migrate(Path(options.file))
-    if options.json:
+def run(file: str, as_json: bool) -> int:
+    """Print the translation; return status 1 if a setting needs attention."""
+    made = migrate(Path(file))
+    if as_json:
         values = {"kind": made.kind, "settings": made.settings, "trainer": made.trainer}
         values |= {"command_line": made.command_line, "plugin": as_plugin(made.settings)}
         print_json({**values, "findings": [asdict(found) for found in made.findings]})
     else:
-        _show(made, options.file)
-    return WRONG if made.lost else OK
+        _show(made, file)
+    return WRONG if any(found.verdict in ATTENTION for found in made.findings) else OK
 
 
 def migrate(path: Path) -> Migration:
-    """Raises:
-    ConfigError: no file that can be read, or none of these.
+    """Translate one file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another kind.
     """
     values = read_settings(path)
     keys = set(values)
-    fsdp = {name.removeprefix("fsdp_") for name in keys} & {row.key for row in FSDP}
+    is_deepspeed = any(difflib.get_close_matches(key, _DEEPSPEED_KEYS, 1, 0.8) for key in keys)
+    is_fsdp = bool({name.removeprefix("fsdp_") for name in keys} & {row.key for row in FSDP})
     if keys & _ACCELERATE_KEYS:
         made = Migration(f"accelerate, {values.get('distributed_type', 'NO')}")
         _accelerate(made, values, path)
-    elif "fsdp" in keys or "fsdp_config" in keys or (fsdp and not keys & _DEEPSPEED_KEYS):
+    elif "fsdp" in keys or "fsdp_config" in keys or (is_fsdp and not is_deepspeed):
         made = Migration("the Trainer's FSDP")
         _trainer(made, values)
-    elif keys & _DEEPSPEED_KEYS:
+    elif is_deepspeed:
         made = Migration("DeepSpeed")
         _apply(made, values, DEEPSPEED)
     else:
         raise ConfigError(
-            f"{path} is neither a DeepSpeed config (zero_optimization, …), nor an accelerate config (distributed_type, …), nor "
-            f"one of FSDP (fsdp_sharding_strategy, …); it has {', '.join(sorted(map(str, keys))[:8]) or 'nothing'}"
+            f"{path} is neither a DeepSpeed config (zero_optimization, …), nor an accelerate config "
+            f"(distributed_type, …), nor one of FSDP (fsdp_sharding_strategy, …). Its keys: "
+            f"{', '.join(sorted(map(str, keys))[:8]) or 'none'}."
         )
-    _settle(made)
+    _finish(made)
     return made
 
 
 def _accelerate(made: Migration, values: dict[str, Any], path: Path) -> None:
-    """Its own keys, and those of the engine that it sets up."""
+    """Its own keys, and those of the engine that it configures."""
     values = dict(values)
+    ranks, machines = values.get("num_processes"), values.get("num_machines")
+    made.ranks = ranks if isinstance(ranks, int) and ranks > 0 else None
+    made.machines = machines if isinstance(machines, int) and machines > 0 else None
     fsdp, engine = (_object(values, name, path) for name in ("fsdp_config", "deepspeed_config"))
     values.pop("fsdp_config", None)
     file = engine.pop("deepspeed_config_file", None)
@@ -312,7 +335,7 @@ def _accelerate(made: Migration, values: dict[str, Any], path: Path) -> None:
     if fsdp:
         _apply(made, _unprefixed(fsdp), FSDP, "fsdp_config.fsdp_")
     if file:
-        inner = path.parent / str(file)  # or where it says, if that is absolute
+        inner = path.parent / str(file)  # an absolute name replaces the folder
         _apply(made, read_settings(inner), DEEPSPEED, f"{inner.name}: ")
 
 
@@ -326,26 +349,21 @@ def _object(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
 def _trainer(made: Migration, values: dict[str, Any]) -> None:
     """`TrainingArguments(fsdp=…, fsdp_config=…)`, or the file that fsdp_config names."""
     asked = values.get("fsdp", [])
-    words = (
-        asked.split() if isinstance(asked, str) else [str(word) for word in asked] if isinstance(asked, list) else []
-    )
+    words = asked.split() if isinstance(asked, str) else list(map(str, asked)) if isinstance(asked, list) else []
     inner = values.get("fsdp_config", {key: value for key, value in values.items() if key != "fsdp"})
-    strategies = {row for of in FSDP if of.key == "sharding_strategy" for row in of.values or {}}
+    strategies = {name for row in FSDP if row.key == "sharding_strategy" for name in row.values or {}}
     meant: dict[str, dict[str, Any]] = {word: {"sharding_strategy": word} for word in strategies}
     meant |= {"offload": {"offload_params": True}, "auto_wrap": {"auto_wrap_policy": "auto_wrap"}}
     for word in words:
         if word in meant:
             _apply(made, meant[word], FSDP, "fsdp: ")
         else:
-            made.findings.append(Finding("fsdp", word, "unknown", "", _UNKNOWN))
-    if asked is True and not made.settings:
-        made.settings["stage"] = _SHARDED
+            made.findings.append(Finding("fsdp", word, UNKNOWN, "", _suggestion(word, meant)))
     if isinstance(inner, Mapping):
         _apply(made, _unprefixed(inner), FSDP, "fsdp_")
     elif inner:
-        why = "a file of its own: hf-zero migrate that file, too"
-        made.findings.append(Finding("fsdp_config", inner, "unknown", "", why))
-    made.settings.setdefault("stage", _SHARDED)  # FSDP's own default: full_shard
+        made.findings.append(Finding("fsdp_config", inner, UNKNOWN, "", "a file: run hf-zero migrate on it, too"))
+    made.settings.setdefault("stage", max(STAGES))  # FSDP's own default: full_shard
 
 
 def _unprefixed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,7 +373,22 @@ def _unprefixed(values: Mapping[str, Any]) -> dict[str, Any]:
 def _apply(made: Migration, values: Mapping[str, Any], rows: tuple[Row, ...], prefix: str = "") -> None:
     for key, value in _flat(values, rows):
         row = next((row for row in rows if fnmatchcase(key, row.key)), None)
-        made.findings.append(Finding(prefix + key, value, *_become(made, value, row)))
+        if row is not None and "*" in row.key:  # a misspelt setting must not pass as one of many ignored keys
+            exact = [each.key for each in rows if each.verdict in ("same", "trainer") and "*" not in each.key]
+            if difflib.get_close_matches(key, exact, 1, _ALIKE):
+                row = None
+        if row is None and value == {} and any(row.key.startswith(f"{key}.") for row in rows):
+            found = _NOTHING_ASKED
+        elif row is None:
+            found = (UNKNOWN, "", _suggestion(key, [row.key for row in rows if "*" not in row.key]))
+        else:
+            found = _become(made, value, row)
+        made.findings.append(Finding(prefix + key, value, *found))
+
+
+def _suggestion(key: str, known: Any) -> str:
+    close = difflib.get_close_matches(key, list(known), 1, 0.8)
+    return f"not known. Did you mean {close[0]}?" if close else "not known to hf_zero: look it up before dropping it"
 
 
 def _flat(values: Mapping[str, Any], rows: tuple[Row, ...], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -367,35 +400,46 @@ def _flat(values: Mapping[str, Any], rows: tuple[Row, ...], above: str = "") -> 
             yield key, value
 
 
-def _become(made: Migration, value: Any, row: Row | None) -> tuple[str, str, str]:
-    """Verdict, what it becomes, why; what it sets is in `made` then."""
-    if row is None:
-        return "unknown", "", _UNKNOWN
+def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
+    """Record what a key sets in `made`; return its verdict, what it becomes, and why."""
     if value == "auto":
         return "not needed", "", "auto: it comes from the Trainer's arguments, as before"
-    if row.verdict == "lost" and value is not True and value in _NOTHING:
-        return "not needed", "", "asks for nothing"
+    if row.verdict in ("lost", "to do") and value is not True and value in _NOTHING:
+        return _NOTHING_ASKED
+    if row.verdict == "to do":
+        return _replicas(made, None if made.ranks is None else made.ranks / value, f"ranks divided by {value}")
     if row.verdict not in ("same", "trainer"):
         return row.verdict, "", row.why
-    target = made.settings if row.verdict == "same" else made.trainer
-    if row.values == {}:  # the argument is named, and nothing is set
+    if row.values == {}:
         return row.verdict, row.into, row.why
     here = value if row.values is None else row.values.get(str(value).lower(), KeyError)
     if here is KeyError:
         return "lost", "", row.why or f"expected one of {', '.join(row.values or ())}"
-    if value is None:
-        return "not needed", "", "asks for nothing"
+    if here is None:
+        return _NOTHING_ASKED
+    target = made.settings if row.verdict == "same" else made.trainer
     names = [name.strip() for name in row.into.split(",")]
     for name, part in zip(names, here if len(names) > 1 and isinstance(here, list) else [here]):
         if target.setdefault(name, part) != part:
             return "lost", "", f"{name} is {target[name]!r} already: here it is one setting"
-    if row.values is not None and str(value).lower().startswith("hybrid") or (row.key, str(value)) in _HYBRID_NUMBERS:
-        return "lost", f"{row.into}={here}", "over all ranks; replicas=NODES makes copies across nodes"
+    if str(value).lower().startswith("hybrid") or (row.key, str(value)) in _HYBRID_NUMBERS:
+        verdict, becomes, why = _replicas(made, made.machines, "number of machines")
+        return verdict, f"{row.into}={here}, {becomes}", why
     return row.verdict, f"{row.into}={here}", row.why
 
 
-def _settle(made: Migration) -> None:
-    """What settings mean together; the result is one that `ZeroConfig` takes."""
+def _replicas(made: Migration, count: float | None, what: str) -> tuple[str, str, str]:
+    """Hybrid sharding: each replica is one group of ranks that shards the state."""
+    why = "each group of neighbouring ranks shards one copy"
+    if count is None or count < 1 or count != int(count):
+        return "to do", "replicas", f"set replicas to the {what}: {why}"
+    if count > 1:
+        made.settings["replicas"] = int(count)
+    return "same", f"replicas={int(count)}", why
+
+
+def _finish(made: Migration) -> None:
+    """Apply what settings mean together; the result is a valid `ZeroConfig`."""
     settings = made.settings
     precision = made.trainer.pop("mixed_precision", "no")
     if precision != "no":
@@ -404,38 +448,49 @@ def _settle(made: Migration) -> None:
     is_fsdp = any(found.key.endswith(("fsdp_offload_params", "fsdp: offload_params")) for found in made.findings)
     if is_fsdp and settings.get("offload_params") == "cpu":
         settings["offload_optimizer"] = "cpu"
-    stage = settings.get("stage", 0 if made.kind == "DeepSpeed" else ZeroConfig().stage)
-    settings["stage"] = stage
-    policy = STAGES.get(stage) if isinstance(stage, int) else None  # None: ZeroConfig refuses it below
+    stage = settings.setdefault("stage", 0 if made.kind == "DeepSpeed" else ZeroConfig().stage)
+    policy = STAGES.get(stage) if isinstance(stage, int) else None  # ZeroConfig refuses others below
+    unused: list[tuple[str, str]] = []
     if policy is not None and policy.keep_full and settings.get("offload_params", "none") != "none":
-        why = f"stage {stage} keeps whole parameters on the device"
-        made.findings.append(Finding("offload_params", settings.pop("offload_params"), "not needed", "", why))
+        unused.append(("offload_params", f"stage {stage} keeps full parameters on the device"))
+    if policy is not None and not policy.shard:
+        unused += [(name, f"stage {stage} shards nothing") for name in ("wire", "replicas") if name in settings]
+    for name, why in unused:
+        made.findings.append(Finding(name, settings.pop(name), "not needed", "", why))
     for name in ("offload_optimizer", "offload_params"):
         if settings.get(name) == "none":
             del settings[name]
     if "disk" not in (settings.get("offload_optimizer"), settings.get("offload_params")):
         settings.pop("offload_dir", None)
-    order = [name for name in ZeroConfig.__dataclass_fields__ if name in settings]
-    made.settings = {name: settings[name] for name in order}
+    made.settings = {name: settings[name] for name in ZeroConfig.__dataclass_fields__ if name in settings}
     ZeroConfig(**made.settings)
+
+
+_ORDER = (*ATTENTION, "same", "trainer", "stays", "not needed")
+_STYLES = {"lost": "bold red", UNKNOWN: "bold red", "to do": "yellow", "same": "green", "trainer": "green"}
+_LONG_VALUE = 24
+"""Characters of a value from which on it is not shown."""
 
 
 def _show(made: Migration, file: str) -> None:
     console = Console()
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for found in sorted(made.findings, key=lambda found: _ORDER.index(found.verdict)):
-        name = found.key if found.value is None else f"{found.key}: {json.dumps(found.value)}"
-        alike.setdefault((found.verdict, found.becomes, found.why), []).append(name)
-    rows: list[list[str | Text]] = [
-        [Text(verdict, style=_STYLES.get(verdict, "")), "\n".join(names), "\n".join(filter(None, (becomes, why)))]
-        for (verdict, becomes, why), names in alike.items()
-    ]
-    table(console, f"{file} ({made.kind})", ("", "there", "here"), rows, left=3)
-    text(console, "")
-    text(console, "As flags of a script with zero.ZeroTrainingArguments:", "bold")
-    pasted(console, made.command_line)
-    text(console, "As an argument of TrainingArguments or Accelerator (parallelism_config=…):", "bold")
+    text(console, "Run your script (with zero.ZeroTrainingArguments) as:", "bold")
+    pasted(console, f"torchrun --nproc-per-node {made.ranks or 'RANKS'} train.py {made.command_line}")
+    text(console, "Or in Python, TrainingArguments(parallelism_config=…) or Accelerator(parallelism_config=…):", "bold")
     pasted(console, as_plugin(made.settings))
-    text(console, "Take the DeepSpeed or FSDP settings themselves out of the script and of accelerate's configuration.")
-    for found in made.lost:
-        text(console, f"! {found.key}: {found.why}", "bold red")
+    text(console, "Remove the DeepSpeed or FSDP settings from the script and from accelerate's configuration.")
+    text(console, "")
+    text(console, f"{file} ({made.kind})", "bold")
+    alike: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for found in sorted(made.findings, key=lambda found: _ORDER.index(found.verdict)):
+        value = json.dumps(found.value)
+        shown = "" if found.value is None or len(value) > _LONG_VALUE else f": {value}"
+        group = alike.setdefault(found.verdict, {}).setdefault((found.becomes, found.why), [])
+        group.append(found.key + shown)
+    for verdict, groups in alike.items():
+        text(console, verdict, _STYLES.get(verdict, "bold"))
+        for (becomes, why), names in groups.items():
+            for name in names:  # one line each: keys are never broken
+                console.print(f"  {name}", markup=False, highlight=False, soft_wrap=True)
+            here = "; ".join(filter(None, (becomes, why)))
+            console.print(Padding(Text(f"→ {here}"), (0, 0, 0, 6), expand=False))

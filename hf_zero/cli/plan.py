@@ -21,7 +21,7 @@ from ..plan.work import ROADS
 from ..tiers.tier import Tier
 from . import advice
 from .advice import GPUS, Asked, Choice, as_typed, best, choices, first_that_fits, usable_bytes
-from .commands import OK, WRONG, PlanOptions, print_json, typed
+from .commands import OK, WRONG, PlanOptions, print_json
 from .files import cache_folder, writable
 from .models import Model, find_model
 from .show import pasted, ranks_text, seconds, short_size, table, text
@@ -181,7 +181,7 @@ _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host"
 
 def worded(line: str) -> str:
     """In the words of the command line."""
-    return typed(line, PlanOptions)
+    return line
 
 
 def _pair(rest: int, peak: int) -> str:

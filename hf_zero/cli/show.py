@@ -1,4 +1,4 @@
-"""Tables as all commands show them; a report's tables, pictures and page."""
+"""Tables and text that all commands print."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def table(
     left: int = 1,
     fold: bool = False,
 ) -> None:
-    """A title, sections of rows with a line between them, a caption. All but the first `left` columns are numbers.
+    """Print a title, sections of rows and a caption. All but the first `left` columns are numbers.
 
-    `fold`: where it is too wide for the terminal, as several tables with the same left columns: no figure is cut off.
+    `fold`: split a table that is too wide into several with the same left columns.
     """
     parts = [list(rows) for rows in sections]
     chosen = [list(range(len(columns)))]
@@ -50,7 +50,7 @@ def _table(columns: Row, sections: Iterable[Iterable[Row]], left: int) -> Table:
 
 
 def _folded(console: Console, columns: Row, sections: Sequence[Sequence[Row]], left: int) -> list[list[int]]:
-    """Which columns go in each table: the left ones in all, of the others as many as there is room for."""
+    """Choose the columns of each table: the left ones in all, and as many others as fit."""
     wide = Console(width=10_000)
 
     def width(keep: Sequence[int]) -> int:
@@ -71,7 +71,7 @@ def ranks_text(count: int) -> str:
 
 
 def short_size(nbytes: float) -> str:
-    """Three figures: `14.9 GiB`, `120 GiB`."""
+    """Format a size with three digits: `14.9 GiB`, `120 GiB`."""
     if not nbytes:
         return "0"
     number, unit = size_text(nbytes).split()
@@ -84,7 +84,7 @@ def seconds(value: float | None) -> str:
 
 
 def pasted(console: Console, line: str) -> None:
-    """What is to be copied: indented, and never folded."""
+    """Print a line to copy: indented, never folded."""
     console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
 
 

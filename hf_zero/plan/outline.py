@@ -132,7 +132,7 @@ _LLAMA = "arXiv 2302.13971, table 2"
 _LLAMA2 = "arXiv 2307.09288, section 2.2"
 _LLAMA3 = "arXiv 2407.21783, table 3"
 _MEGATRON = "arXiv 2104.04473, table 1"
-_SCRIPTS = "scripts/finetune_models.py"
+_SCRIPTS = "scripts/common/models.py"
 
 
 @dataclass(frozen=True, slots=True)

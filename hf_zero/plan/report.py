@@ -235,7 +235,8 @@ def start(
         marks: for the full and the empty part of a bar.
     """
     width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
-    trained = "" if report.trainable == report.parameters else f", {report.trainable:,} of them trained"
+    share = f"{report.trainable / max(report.parameters, 1):.2%}"
+    trained = "" if report.trainable == report.parameters else f", {report.trainable:,} trainable ({share})"
     rows = [("model", f"{model}, {report.parameters:,} parameters{trained}, {len(report.units)} units"), *about.items()]
     states = report.predicted.total
     share = f" ({states / report.data_parallel.total:.0%})" if report.data_parallel.total else ""

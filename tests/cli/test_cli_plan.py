@@ -52,7 +52,7 @@ def test_one_stage_with_all_details(capsys, folder):
     out = run(capsys, "plan", folder, "--world-size", 2, "--zero-stage", 3, "--mixed-precision", "bf16",
               "--zero-offload-optimizer", "cpu", "--batch", 2, "--sequence", 16, "--host-memory", "1GiB")  # fmt: skip
     for word in ("device", "host", "gathered", "communication", "staging", "activations (estimate)", "budget",
-                 "down", "up", "optimizer, on the host", "as --zero-offload-optimizer cpu says",
+                 "down", "up", "optimizer, on the host", "as offload_optimizer='cpu' says",
                  "an estimate for 2 x 16 tokens"):  # fmt: skip
         assert word in out, word
 
@@ -74,7 +74,7 @@ def test_all_stages_side_by_side(capsys, folder):
     sizes = [made["states_bytes_per_rank"] for made in plans]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3]
     out = run(capsys, "plan", folder, "--world-size", 4, "--zero-offload-params", "cpu")
-    assert "stage 0: --zero-offload-params cpu needs stage 3" in out
+    assert "stage 0: offload_params='cpu' needs stage 3" in out
 
 
 def test_headers_alone_are_enough(capsys, folder, tmp_path):
@@ -157,7 +157,7 @@ def test_parts_within_nodes_are_shown(capsys):
 def test_what_does_not_fit_is_said(capsys, folder):
     error = refused(capsys, "plan", folder, "--world-size", 2, "--zero-stage", 2, "--zero-offload-optimizer", "auto",
                     "--device-memory", "100KB", "--host-memory", "1GB", status=1)  # fmt: skip
-    assert "What would fit: --device-memory of" in error
+    assert "What would fit: device_memory of" in error
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_said(capsys, folder):
         (("--parameters", "1B", "--machine", "/nowhere.json"), "no machine file"),
         (("--parameters", "1B", "--device-memory", "lots", "--zero-stage", "1"), "--device-memory: expected a size"),
         (("--parameters", "1B", "--device-memory", "-5GiB"), "--device-memory: expected a size"),
-        (("--parameters", "1B", "--sweep", "--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
+        (("--parameters", "1B", "--sweep", "--plot", "/nowhere/x.png"), "no folder /nowhere"),
         (("--parameters", "-7B"), "expected a number such as 7.5B"),
     ],
 )

@@ -130,12 +130,13 @@ def test_tables(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixtur
     assert main(["report", str(folder / "zero_steps.jsonl")]) == 0
     text = capsys.readouterr().out
     for words in (
-        "stage 3 on 1 rank",
-        "fits the plan",
-        "memory at its peak",
-        "host, optimizer",
+        "stage 3 on 1 rank, optimizer state on cpu",
+        "ok host memory",
+        "Peak memory of rank 0",
+        "host, optimizer state",
         "per step (median)",
-        "slowest steps",
+        "Time of a step",
+        "Slowest steps",
     ):
         assert words in text
 
@@ -147,13 +148,15 @@ def test_pictures(recorded: tuple[Path, zero.Report], tmp_path: Path) -> None:
     assert png.startswith(b"\x89PNG")
     assert len(png) > 10_000
     page = Page((tmp_path / "a.html").read_text())
-    assert "host, optimizer" in page.text
-    assert "fits the plan" in page.text
+    assert "host, optimizer state" in page.text
+    for words in ("Tokens/s", "Peak memory", "memory within the plan", "Finished", "Time of a step"):
+        assert words in page.text
+    assert re.search("<title>.*at stage 3 on 1 rank, optimizer state on cpu</title>", page.source)
     assert page.links == [], "the page needs no other file"
     assert 'name="viewport"' in page.source
     assert "prefers-color-scheme: dark" in page.source
     assert [name for name in page.figures if name not in page.ids] == []
-    assert {"speed", "memory-device", "memory-host", "process", "parts", "steps-0"} <= page.figures.keys()
+    assert {"speed", "memory-device", "memory-host", "process"} <= page.figures.keys()
     steps = page.figures["memory-host"]["data"][0]
     counted = [line["peak"]["host"]["all"] for line in lines(recorded[0]) if line["kind"] == "step"]
     scale = counted[0] / steps["y"][0]
@@ -183,7 +186,7 @@ def test_damaged_lines_are_passed_over(
     (tmp_path / "zero_steps.jsonl").write_bytes("\n".join(texts).encode() + b"\n\xff\xfe")
     out = shown(tmp_path, capsys)
     assert out["steps"] == STEPS
-    assert out["notes"] == ["zero_steps.jsonl: 5 damaged lines passed over"]
+    assert out["notes"] == ["zero_steps.jsonl: skipped 5 damaged lines"]
 
 
 def test_the_last_start_is_shown(
@@ -214,18 +217,35 @@ def test_a_run_that_is_pushed(recorded: tuple[Path, zero.Report], tmp_path: Path
 
 def test_warnings(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts, *steps = lines(recorded[0])
-    facts["predicted"]["peak"]["host"]["optimizer"] += 64 << 20
-    facts["predicted"]["peak_bytes"]["host"] += 64 << 20
-    facts["predicted"]["traffic"]["down"] = 50 << 20
     facts["predicted"]["step_s"] = 1.0
     for step in steps:
         step["seconds"], step["wait_s"]["optimizer"], step["wait_s"]["read"] = 2.0, 1.0, 0.3
+        step["peak"]["host"]["optimizer"] += 64 << 20
+        step["peak"]["host"]["all"] += 64 << 20
+        step["bytes"]["down"] += 50 << 20
     out = shown(write(tmp_path, [facts, *steps]), capsys)
     memory, down, seconds, wait = out["warnings"]
-    assert re.match(r"host memory at peak: .* predicted .* \(-\d+%\), most of it in optimizer", memory)
-    assert down.startswith("down: ")
-    assert "2.000 s, predicted 1.000 s (+100%)" in seconds
-    assert wait.startswith("50% of the step is waiting for the step over offloaded state. What helps: ")
+    assert memory.startswith("host memory is above the plan: ")
+    assert "Most of the difference: optimizer state (" in memory
+    assert down.startswith("copies to the host: ")
+    assert "takes 2.000 s, planned 1.000 s" in seconds
+    assert wait.startswith("50% of a step waits for: optimizer step of offloaded state. What helps: ")
+    assert [said["ok"] for said in out["verdict"] if said["topic"] == "host memory"] == [False]
+
+
+def test_less_than_planned_is_no_warning(
+    recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts, *steps = lines(recorded[0])
+    facts["predicted"]["peak"]["host"]["optimizer"] += 64 << 20
+    facts["predicted"]["peak_bytes"]["host"] += 64 << 20
+    facts["predicted"]["traffic"]["down"] = 50 << 20
+    facts["predicted"]["step_s"] = 20.0
+    for step in steps:
+        step["seconds"] = 10.0
+    out = shown(write(tmp_path, [facts, *steps]), capsys)
+    assert out["warnings"] == []
+    assert all(said["ok"] is not False for said in out["verdict"])
 
 
 def test_no_warnings_where_all_is_as_predicted(
@@ -245,7 +265,7 @@ def test_no_run(
     facts, *steps = lines(recorded[0])
     folder, words = {
         "absent": (tmp_path / "nothing", "no such folder"),
-        "empty": (tmp_path, "train with ZeroCallback"),
+        "empty": (tmp_path, "Train with ZeroCallback"),
         "no facts": (tmp_path, "no whole step"),
         "later": (tmp_path, "in another format"),
     }[case]
@@ -303,7 +323,7 @@ def test_a_run_in_progress(
 def test_an_ended_run_says_so(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(recorded[0], capsys)
     assert out["state"] == "ended"
-    assert out["verdict"][0] == {"topic": "state", "ok": True, "text": f"ended after step {STEPS}"}
+    assert out["verdict"][0] == {"topic": "state", "ok": True, "text": f"finished after step {STEPS}"}
 
 
 def test_memory_that_is_not_counted_is_explained(
@@ -339,15 +359,47 @@ def test_two_runs(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: py
     assert main(["report", str(recorded[0]), str(other), "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     by_name = {row["what"]: row for row in out["differences"]}
-    assert by_name["step, median"]["change"] == pytest.approx(1.0)
+    assert by_name["time per step (median)"]["change"] == pytest.approx(1.0)
     assert by_name["stage"]["values"] == [3, 3]
     assert len(out["runs"]) == 2
     assert out["runs"][1]["verdict"][-1]["ok"] is False, "a loss that is no number"
     assert main(["report", str(recorded[0]), str(other), "--html", str(tmp_path / "a.html")]) == 0
-    assert "what differs" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Comparison" in said
+    assert f"Written to {tmp_path / 'a.html'}" in said
     page = Page((tmp_path / "a.html").read_text())
     assert "<script><b>" in page.text, "names are text, whatever they are"
     assert page.figures["loss"]["data"][0]["y"] == [3.0, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "gone", "kept"),
+    [
+        ({"parameters": 7}, ("host memory, highest rank", "tokens/s"), "stage"),
+        (
+            {"machine": {"device": "cuda:0", "cores": 2}},
+            ("time per step (median)", "tokens/s"),
+            "host memory, highest rank",
+        ),
+        ({"world_size": 4}, ("time per step (median)",), "tokens/s"),
+    ],
+)
+def test_runs_are_compared_only_on_what_can_be_compared(
+    change: dict[str, Any],
+    gone: tuple[str, ...],
+    kept: str,
+    recorded: tuple[Path, zero.Report],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts, *steps = lines(recorded[0])
+    other = write(tmp_path, [{**facts, **change}, *steps])
+    assert main(["report", str(recorded[0]), str(other), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    names = {row["what"] for row in out["differences"]}
+    assert kept in names
+    assert not names & set(gone)
+    assert len(out["not_compared"]) == 1
 
 
 @pytest.mark.parametrize("words", [["--html", "/nope/a.html"], ["--png", "/nope/a.png"], ["--png", "a.gif"], ["/nope"]])

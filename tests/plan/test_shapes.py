@@ -43,12 +43,12 @@ def numel_of(model: Any) -> int:
 def test_the_scripts_names_mean_the_scripts_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a name has a shape, which a plan finds without transformers."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.delitem(sys.modules, "finetune_models", raising=False)
-    import finetune_models
+    monkeypatch.delitem(sys.modules, "common.models", raising=False)
+    from common import models
 
-    config = finetune_models.BUILT_IN[name]()
+    config = models.BUILT_IN[name]()
     task = {"bert": "mlm", "t5": "summarization", "whisper": "transcription"}.get(CONFIGS[name].kind, "clm")
-    model = built(finetune_models.AUTO_MODELS[task], config)
+    model = built(models.AUTO_MODELS[task], config)
     planned = find_model(name.upper(), None)
     assert planned.layout(BF16, 2).numel == numel_of(model)
     assert planned.architecture is not None

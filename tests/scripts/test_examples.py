@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import finetune_inception
-import finetune_models
 import finetune_vision
+from common import inception, models
 
 from tests.kit.launch import Results, launch
 
@@ -90,13 +89,11 @@ def test_full_sizes_are_the_published_ones() -> None:
     """Parameters of Inception-v3 and ResNet-50 for 1,000 classes (torchvision's, without the auxiliary head), of GPT-3's."""
     labels = [str(number) for number in range(1000)]
     with torch.device("meta"):
-        models = [finetune_vision.load_model(name, None, labels)[0] for name in ("inception-v3", "resnet-50")]
-    assert [model.num_parameters() for model in models] == [23_834_568, 25_557_032]
-    assert isinstance(models[0], finetune_inception.InceptionForImageClassification)
+        classifiers = [finetune_vision.load_model(name, None, labels)[0] for name in ("inception-v3", "resnet-50")]
+    assert [model.num_parameters() for model in classifiers] == [23_834_568, 25_557_032]
+    assert isinstance(classifiers[0], inception.InceptionForImageClassification)
     with torch.device("meta"):
-        auto = finetune_models.AUTO_MODELS["clm"]
-        sizes = {
-            n: auto.from_config(finetune_models.BUILT_IN[n]()).num_parameters() for n in ("gpt3-125m", "gpt3-6.7b")
-        }
+        auto = models.AUTO_MODELS["clm"]
+        sizes = {n: auto.from_config(models.BUILT_IN[n]()).num_parameters() for n in ("gpt3-125m", "gpt3-6.7b")}
     assert sizes["gpt3-125m"] == pytest.approx(125e6, rel=0.01)
     assert sizes["gpt3-6.7b"] == pytest.approx(6.7e9, rel=0.01)

@@ -13,9 +13,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import finetune_images
 import finetune_private
 import train_mlp
+from common import images
 
 import hf_zero as zero
 from tests.kit.launch import Results, launch
@@ -98,7 +98,7 @@ def test_epsilon_is_the_accountants() -> None:
 
 
 def test_poisson_sampling_takes_each_image_of_a_rank_with_the_same_probability() -> None:
-    data = finetune_images.digits().train
+    data = images.digits().train
     generator = torch.Generator().manual_seed(0)
     draws = [finetune_private.poisson(data, 1, 3, 0.25, generator) for _ in range(50)]
     assert all(row % 3 == 1 for rows in draws for row in rows)
@@ -115,12 +115,12 @@ def test_image_folders(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for number in range(count):
                 Image.new("L", (20, 12), grey).save(folder / f"{number}.png")
-    images = finetune_images.image_folder(tmp_path, 8)
-    assert (len(images.train), len(images.eval), images.labels) == (10, 4, ["cat", "dog"])
-    pixels, number = images.eval[3]
+    found = images.image_folder(tmp_path, 8)
+    assert (len(found.train), len(found.eval), found.labels) == (10, 4, ["cat", "dog"])
+    pixels, number = found.eval[3]
     assert (tuple(pixels.shape), number) == ((3, 8, 8), 1)
     assert torch.equal(pixels, torch.ones(3, 8, 8))
-    assert len(finetune_images.image_folder(tmp_path / "train", 8).eval) == 2  # every 5th, without a split of its own
+    assert len(images.image_folder(tmp_path / "train", 8).eval) == 2  # every 5th, without a split of its own
     for bad in (tmp_path / "train" / "cat", tmp_path / "nothing"):
         with pytest.raises(ValueError, match="one folder of images per class"):
-            finetune_images.image_folder(bad, 8)
+            images.image_folder(bad, 8)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -235,6 +236,12 @@ def test_lora_of_random_weights_is_refused() -> None:
         finetune.parse(["--lora"])
 
 
+def test_lora_has_a_learning_rate_of_its_own() -> None:
+    words = ["--lora", "--model=some/model"]
+    assert finetune.parse(words)[1].learning_rate == finetune.LORA_LEARNING_RATE
+    assert finetune.parse([*words, "--learning-rate=1e-3"])[1].learning_rate == 1e-3
+
+
 def test_the_best_model_needs_no_more_than_the_steps() -> None:
     words = ["--load-best-model-at-end=true", "--metric-for-best-model=loss", "--save-steps=2", "--eval-steps=2"]
     _, args = finetune.parse(words)
@@ -281,11 +288,32 @@ def test_help_fits_a_screen_and_one_rank_prints_it(
             assert ended.value.code == 0
             texts.append(capsys.readouterr().out)
         lines = texts[0].splitlines()
-        assert 20 < len(lines) <= 60
+        assert 20 < len(lines) <= 90
         assert max(map(len, lines)) <= 120
         for words in ("--zero-offload-optimizer", "--per-device-train-batch-size", "--output-dir", "--help-all"):
             assert words in texts[0]
         assert texts[1] == ""
+
+
+HELP = """
+import sys, time, runpy
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("LOADED", time.process_time(), *(name for name in ("torch", "transformers") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("name", ["finetune", "finetune_no_trainer", "finetune_seq2seq", "finetune_vision"])
+def test_help_answers_at_once_and_cuts_nothing(name: str, place: Path) -> None:
+    script = ROOT / "scripts" / f"{name}.py"
+    variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{script.parent}"}
+    output = run(["-c", HELP, str(script)], place, **variables)
+    spent_s, *heavy = output.rpartition("LOADED")[2].split()
+    assert heavy == []
+    assert float(spent_s) < 2
+    assert "…" not in output
 
 
 @pytest.mark.slow
@@ -321,6 +349,14 @@ BAD = {
     "no label column": (["--dataset=text.jsonl", "--task=classification"], "no column 'label' or 'labels'"),
     "stage 7": (["--zero-stage=7"], "stage must be 0, 1, 2 or 3"),
     "ranks": (["--nproc=0"], "the number of ranks is the launcher's"),
+    "stage and offload": (
+        ["--zero-stage=2", "--zero-offload-params=cpu", "--dataset=missing.txt"],
+        "needs stage 3 on 2",
+    ),
+    "offload folder": (
+        ["--zero-offload-optimizer=disk", "--zero-offload-dir=text.jsonl/under", "--dataset=missing.txt"],
+        "--zero-offload-dir text.jsonl/under cannot be created",
+    ),
     "unwritable folder": (["--output-dir=text.jsonl/under"], "'text.jsonl/under' is not writable"),
 }
 
@@ -342,7 +378,7 @@ def test_bad_input_is_one_line_on_every_rank(place: Path) -> None:
     (place / "text.jsonl").write_text('{"text": "x"}\n' * 50)
     (place / "bad.py").write_text(
         "import json, sys; sys.path.insert(0, sys.argv[1])\n"
-        "import finetune, finetune_console as console\n"
+        "import finetune; from common import console\n"
         "for name, words in json.loads(sys.argv[2]).items():\n"
         "    try: finetune.main(words); print(json.dumps([name, 'no error']))\n"
         "    except Exception as error: print(json.dumps([name, console.one_line(error)]))\n"
@@ -367,6 +403,45 @@ def test_zero_ranks_are_refused_and_a_traceback_is_there_on_request(place: Path)
     assert ended.status == 1
     assert "Traceback" in ended.errors
     assert "[rank 0] error: expected WORLD_SIZE >= 1" in ended.errors.splitlines()[-1]
+
+
+def test_torchrun_prints_the_message_last(place: Path) -> None:
+    reply = place / "error.json"
+    words = [FINETUNE, *SMALL, "--dataset=missing.txt", "--output-dir=bad"]
+    (ended,) = forked(words, place, ranks=1, TORCHELASTIC_ERROR_FILE=str(reply))
+    assert ended.status == 1
+    assert json.loads(reply.read_text())["message"] == "error: no dataset file 'missing.txt'"
+    assert "missing.txt" not in ended.errors, "torchrun prints it"
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_continue(place: Path) -> None:
+    words = [
+        FINETUNE,
+        *SMALL,
+        "--max-steps=500",
+        "--save-steps=2",
+        "--output-dir=stopped",
+        "--resume-from-checkpoint=latest",
+    ]
+    with (place / "stopped.txt").open("w") as log:
+        process = subprocess.Popen([sys.executable, *words], cwd=place, env=environment(), stdout=log, stderr=log)
+        try:
+            for _ in range(10 * LIMIT):
+                if (place / "stopped" / "checkpoint-2").is_dir() or process.poll() is not None:
+                    break
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(LIMIT) == 130
+        finally:
+            process.kill()
+    lines = (place / "stopped.txt").read_text().splitlines()
+    assert any("No checkpoint in stopped: training starts fresh." in line for line in lines)
+    assert re.fullmatch(
+        r"\[rank 0\] Interrupted after step \d+\. Newest checkpoint: stopped/checkpoint-\d+\. "
+        r"To continue, repeat the command with --resume-from-checkpoint latest",
+        lines[-1],
+    )
 
 
 @pytest.mark.slow

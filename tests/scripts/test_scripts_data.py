@@ -21,11 +21,8 @@ from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import finetune
-import finetune_console as console
-import finetune_data as data
-import finetune_metrics as metrics
-import finetune_models as models
-from finetune_console import UserError
+from common import console, data, metrics, models
+from common.console import UserError
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(60)]
 

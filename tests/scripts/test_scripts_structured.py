@@ -13,11 +13,8 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import finetune_data as data
-import finetune_metrics as metrics
-import finetune_speech as speech
-import finetune_structured as structured
-from finetune_console import UserError
+from common import data, metrics, speech, structured
+from common.console import UserError
 
 CODE = '''def add(first, second):
     """Add two numbers.

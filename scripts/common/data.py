@@ -1,7 +1,7 @@
-"""Text for the scripts: where it comes from, how it becomes tokens, how tokens become batches.
+"""Text for the scripts: load it, tokenize it, make batches.
 
-Everything is a `datasets.Dataset` cached on disk by what it was made from: call these under `main_process_first`, and
-the other ranks find the work done.
+Everything is a `datasets.Dataset`, cached on disk by its inputs. Call these functions under `main_process_first`:
+the other ranks then read the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune_console import UserError, examples
 from huggingface_hub.constants import HF_HOME
 from transformers import (
     AutoTokenizer,
@@ -32,6 +31,8 @@ from transformers import (
     default_data_collator,
 )
 
+from .console import UserError, examples
+
 with examples():
     from datasets import Dataset, DatasetDict, Features, Value, load_dataset
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -41,7 +42,7 @@ CORPUS_SIZE = 4 << 20  # characters of the standard library's sources
 CORPUS_PACKAGES = 8  # classes of the built-in classification task
 SNIPPET_LINES = 10
 TOKENIZER_TEXT = 8 << 20  # characters of a dataset that a new tokenizer is trained on
-# Not text that one learns from: tests, tables, and packages that newer Pythons have dropped.
+# Not useful as text: tests, tables, and packages that newer Pythons have dropped.
 SKIPPED = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
 SKIPPED |= {"encodings", "pydoc_data", "lib2to3", "distutils", "idlelib", "turtledemo", "ensurepip"}
 TEXT_COLUMNS, LABEL_COLUMNS = ("text", "sentence", "content"), ("label", "labels")
@@ -105,13 +106,13 @@ def corpus_snippets(held_out: bool, size: int, root: str | None = None) -> Itera
 
 
 def embedded_corpus(task: str, size: int = CORPUS_SIZE) -> DatasetDict:
-    """The standard library's sources as a dataset with the splits `train` and `validation`."""
+    """Return the standard library's sources with the splits `train` and `validation`."""
     rows, columns = (corpus_snippets, ("text", "label")) if task == "classification" else (corpus_files, ("text",))
     return cached_corpus(rows, {column: Value("string") for column in columns}, size)
 
 
 def cached_corpus(rows: Callable[..., Iterator[dict[str, Any]]], columns: dict[str, Any], size: int) -> DatasetDict:
-    """What `rows(held_out, size)` makes of the standard library, kept for the next run; `columns` are their types."""
+    """Build and cache the rows that `rows(held_out, size)` yields; `columns` has their types."""
     version = ".".join(map(str, sys.version_info[:3]))
     return DatasetDict(
         {
@@ -165,7 +166,7 @@ def load_text(name: str, config: str | None = None) -> DatasetDict:
 
 
 def pick_column(data: Dataset, asked: str | None, usual: tuple[str, ...], flag: str) -> str:
-    """The column asked for, else one with a usual name; raises where it is not there."""
+    """Return the requested column, or one with a usual name; raise if it is missing."""
     choices = [asked] if asked else [name for name in usual if name in data.column_names]
     if not choices or choices[0] not in data.column_names:
         wanted = repr(asked) if asked else " or ".join(map(repr, usual))
@@ -174,7 +175,7 @@ def pick_column(data: Dataset, asked: str | None, usual: tuple[str, ...], flag: 
 
 
 def take(data: Dataset, limit: int | None) -> Dataset:
-    """The first `limit` rows."""
+    """Return the first `limit` rows."""
     return data if limit is None or limit >= len(data) else data.select(range(limit))
 
 
@@ -184,7 +185,7 @@ def take(data: Dataset, limit: int | None) -> Dataset:
 def load_tokenizer(
     name: str | None, family: str, texts: Dataset, column: str, vocab_size: int, max_length: int
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hub or local model, or (no name) a BPE trained on `texts`, kept for the next run."""
+    """Load the tokenizer of a Hub or local model; without a name, train a BPE on `texts` and cache it."""
     if name is None:
         return trained_tokenizer(family, texts, column, vocab_size, max_length)
     try:
@@ -265,7 +266,7 @@ def _train(family: str, batches: Iterator[list[str]], vocab_size: int, max_lengt
 
 @dataclass
 class Prepared:
-    """What a training loop needs of its data."""
+    """Data for a training loop."""
 
     train: Dataset
     eval: Dataset
@@ -404,7 +405,7 @@ def _encode(
 
 
 def mapped(data: DatasetDict, encode: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> DatasetDict:
-    """What `encode` makes of batches of rows, in place of their columns; a split may have columns that others lack."""
+    """Replace the columns by the result of `encode` on batches of rows; splits may have different columns."""
     return DatasetDict(
         {
             split: rows.map(

@@ -88,7 +88,7 @@ class SideBySide(nn.Module):
 
 
 def build(branch: Branch, channels: int, width: float) -> tuple[nn.Module, int]:
-    """The layers of a branch over `channels`, and how many channels leave it."""
+    """Return the layers of a branch over `channels`, and its number of output channels."""
     layers: list[nn.Module] = []
     for part in branch:
         if part == "avg":

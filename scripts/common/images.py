@@ -28,7 +28,7 @@ class Images:
 
 
 def digits(side: int = 8, channels: int = 1) -> Images:
-    """The 1,797 digits of 8 x 8 pixels that scikit-learn carries (UCI ML repository), enlarged to `side`.
+    """Return the 1,797 digits of 8 x 8 pixels that scikit-learn carries (UCI ML repository), enlarged to `side`.
 
     Raises:
         ConfigError: scikit-learn is not installed.

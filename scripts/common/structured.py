@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-from finetune_console import UserError, examples
-from finetune_data import CORPUS_SIZE, Prepared, cached_corpus, corpus_files, mapped, splits, take
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
 )
+
+from .console import UserError, examples
+from .data import CORPUS_SIZE, Prepared, cached_corpus, corpus_files, mapped, splits, take
 
 with examples():
     from datasets import Dataset, DatasetDict, List, Value
@@ -89,7 +90,7 @@ CORPORA: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], dict[str, Any]
 
 
 def structured_corpus(task: str, size: int = CORPUS_SIZE) -> DatasetDict:
-    """The standard library as a dataset for `task`, with the splits `train` and `validation`."""
+    """Build a dataset for `task` from the standard library, with the splits `train` and `validation`."""
     return cached_corpus(*CORPORA[task], size)
 
 

@@ -1,18 +1,11 @@
-"""Models for the scripts: the built-in configurations, trained from scratch, and anything `from_pretrained` takes.
-
-    python scripts/finetune_models.py gpt3-6.7b shapes/gpt3-6.7b && hf-zero plan shapes/gpt3-6.7b --world-size 64
-
-writes a built-in's config.json, which is all that a plan needs (`hf-zero plan gpt3-6.7b` knows the name, too).
-"""
+"""Models for the scripts: built-in configurations, trained from scratch, and anything `from_pretrained` takes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from finetune_console import UserError, run
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +21,8 @@ from transformers import (
 )
 
 from hf_zero.plan.configs import CONFIGS
+
+from .console import UserError
 
 AUTO_MODELS: dict[str, Any] = {
     "clm": AutoModelForCausalLM,
@@ -50,11 +45,11 @@ DEFAULT_MODEL = {
 BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
     name: partial(AutoConfig.for_model, config.kind, **config.settings) for name, config in CONFIGS.items()
 }
-"""The names that `hf-zero plan` knows, too."""
+"""`hf-zero plan` accepts the same names."""
 
 
 def load_config(task: str, name: str) -> PreTrainedConfig:
-    """The configuration of a built-in, Hub or local model; raises `UserError` where it is none of these."""
+    """Return the configuration of a built-in, Hub or local model; raise `UserError` for any other name."""
     if name in BUILT_IN:
         config = BUILT_IN[name]()
         # BERT's family has causal heads too, which are not what its name stands for.
@@ -76,7 +71,7 @@ def load_config(task: str, name: str) -> PreTrainedConfig:
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """The longest sequence the model takes."""
+    """Return the longest sequence that the model accepts."""
     return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
 
 
@@ -88,7 +83,7 @@ def load_model(
     labels: Sequence[str] = (),
     dtype: str = "float32",
 ) -> PreTrainedModel:
-    """The model for `task`: from scratch for a built-in configuration, else with its pretrained weights.
+    """Build the model for `task`: from scratch for a built-in configuration, else with its pretrained weights.
 
     A built-in model is drawn from the current random state: set the same seed on every rank first.
     """
@@ -98,7 +93,7 @@ def load_model(
         # shifts the labels, counts one token too many per row, and makes every loss smaller by 1 / block_size.
         model.loss_type = model.loss_type or "ForCausalLM"
     else:
-        # These heads take `num_items_in_batch` and ignore it; told otherwise, the Trainer multiplies a mean loss by the
+        # These heads accept `num_items_in_batch` and ignore it. Without this flag the Trainer multiplies a mean loss by the
         # number of ranks (and does not divide it by the accumulation steps), for it takes it for a part of a sum.
         model.accepts_loss_kwargs = False
     return model
@@ -136,19 +131,3 @@ def _load(
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     return model
-
-
-def main() -> None:
-    """Write the config.json of a built-in model."""
-    words = sys.argv[1:]
-    if len(words) != 2 or words[0] not in BUILT_IN:
-        raise UserError(
-            f"expected NAME FOLDER, with a name of {', '.join(BUILT_IN)}; found {' '.join(words) or 'nothing'}"
-        )
-    config = BUILT_IN[words[0]]()
-    config.architectures = [CONFIGS[words[0]].architecture]
-    config.save_pretrained(words[1])
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,20 +1,20 @@
-"""One training run of a Trainer as every script makes it: resumed or not, timed, evaluated, saved, summed up."""
+"""Run a Trainer: resume, train, evaluate, save, summarise."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune_console import UserError, everywhere, highest, number, peak_bytes, print_summary
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+import hf_zero as zero
 from hf_zero.config import size_text
+
+from .console import Interrupted, UserError, everywhere, highest, number, peak_bytes, print_summary
 
 METRICS = {
     "eval_perplexity": "perplexity",
@@ -24,33 +24,27 @@ METRICS = {
     "eval_rouge_l": "ROUGE-L",
     "eval_word_errors": "word error rate",
 }
-"""Of the summary, where a run has them."""
+"""Labels of metrics in the summary."""
 
 
-class StepClock(TrainerCallback):
-    """Times the training steps, so that tokens/s counts neither evaluation nor saving."""
+class Recording(TrainerCallback):
+    """Keeps the engine's step recorder, whose throughput every summary and report shows."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.rows_per_step = 0
-        self._started = 0.0
+        self.recorder: Any = None
 
-    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        # While it trains: a run that goes on with other ranks shares its rows among them.
-        self.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self._started = time.perf_counter()
+    def on_step_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        engine = zero.engine_of(model)
+        self.recorder = None if engine is None else engine.recorder or self.recorder
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._started)
-
-    @property
-    def median(self) -> float:
-        """A step's usual time; the first one, which also sets things up, does not weigh in."""
-        return statistics.median(self.seconds[1:] or self.seconds or [float("nan")])
+    def per_second(self, ranks: int) -> dict[str, float]:
+        """Samples and tokens per second of all ranks."""
+        samples, tokens = (0.0, 0.0) if self.recorder is None else self.recorder.throughput()
+        return {name: rate * ranks for name, rate in (("tokens", tokens), ("samples", samples)) if rate}
 
 
 def each_item_alike(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """For `Trainer(compute_loss_func=)`: cross-entropy in which every label of a step counts alike, on any rank.
+    """For `Trainer(compute_loss_func=)`: cross-entropy with equal weight for every label of a step, on any rank.
 
     `num_items_in_batch` is the number of labels in the step, of all ranks and micro-batches; None: the mean of this batch.
     """
@@ -59,52 +53,68 @@ def each_item_alike(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | i
     return total / ((labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 
-def train_and_save(trainer: Trainer, *, title: str, rates: Mapping[str, float]) -> dict[str, float]:
-    """Train, evaluate, save model and tokenizer, print a summary on the main process; the final evaluation's metrics.
+def train_and_save(trainer: Trainer, *, title: str) -> dict[str, float]:
+    """Train, evaluate, save model and tokenizer, print a summary; return the final evaluation's metrics.
 
     Args:
         title: of the summary, such as `gpt2-tiny · clm`.
-        rates: what a training row has of each unit, for units per second.
     """
-    args, clock = trainer.args, StepClock()
-    trainer.add_callback(clock)
-    trained = trainer.train(resume_from_checkpoint=where_to_resume(args)).metrics
+    args, recording = trainer.args, Recording()
+    trainer.add_callback(recording)
+    try:
+        trained = trainer.train(resume_from_checkpoint=where_to_resume(args)).metrics
+    except KeyboardInterrupt:
+        raise Interrupted(how_to_continue(trainer)) from None
     after = final_metrics(trainer)
     everywhere(trainer.save_model, f"saving the model to {args.output_dir!r}")
     peak = highest(peak_bytes(args.device))
     if trainer.is_world_process_zero():
         trainer.save_metrics("all", {**trained, **after})
         trainer.save_state()
-        per_second = {name: rate * clock.rows_per_step / clock.median for name, rate in rates.items()}
-        summarise(trainer, {**trained, **after}, title, per_second, peak)
+        summarise(trainer, {**trained, **after}, title, recording.per_second(args.world_size), peak)
     if args.push_to_hub:
         everywhere(trainer.push_to_hub, f"pushing to {args.hub_model_id or args.output_dir!r}")
     trainer.accelerator.end_training()
     return after
 
 
-def where_to_resume(args: TrainingArguments) -> str | bool | None:
-    """A folder; True or `latest` for the newest one that is whole, which the Trainer finds; None to start anew. A collective.
+def how_to_continue(trainer: Trainer) -> str:
+    """Return one line with the newest checkpoint and the flag that continues from it."""
+    step, folder = trainer.state.global_step, trainer.args.output_dir
+    newest = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    if newest is None:
+        return f"Interrupted after step {step}. No checkpoint in {folder}: set --save-steps to have one."
+    return (
+        f"Interrupted after step {step}. Newest checkpoint: {newest}. To continue, repeat the command with "
+        "--resume-from-checkpoint latest"
+    )
 
-    `True` asks for a checkpoint; `latest` takes one if there is any, and keeps the batch on other numbers of ranks: so it
-    suits a job that is restarted by itself.
+
+def where_to_resume(args: TrainingArguments) -> str | bool | None:
+    """Return what `Trainer.train` resumes from: a folder, True, `latest`, or None for a fresh start. Collective.
+
+    `True` requires a checkpoint. `latest` starts fresh if there is none, and keeps the batch of a
+    step on other numbers of ranks: it suits a job that restarts itself.
     """
     given = args.resume_from_checkpoint
     if given is None or given.lower() in ("false", "none"):
         return None
+    exists = highest(int(Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir) is not None))
     if given.lower() == "latest":
+        if not exists and args.process_index == 0:
+            print(f"No checkpoint in {args.output_dir}: training starts fresh.", flush=True)
         return "latest"
     if given.lower() != "true":
         if not Path(given).is_dir():
-            raise UserError(f"--resume-from-checkpoint {given}: there is no such folder")
+            raise UserError(f"--resume-from-checkpoint {given}: no such folder")
         return given
-    if not highest(int(get_last_checkpoint(args.output_dir) is not None)):
+    if not exists:
         raise UserError(f"--resume-from-checkpoint {given}: none in {args.output_dir!r}")
     return True
 
 
 def final_metrics(trainer: Trainer) -> dict[str, float]:
-    """The evaluation of the model as it now is: the one made at the last step, where there was one."""
+    """Return the evaluation of the trained model, reusing the one of the last step."""
     state = trainer.state
     last = next((log for log in reversed(state.log_history) if "eval_loss" in log), None)
     if last is None or last["step"] != state.global_step or trainer.args.load_best_model_at_end:
@@ -115,7 +125,7 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 def summarise(
     trainer: Trainer, results: Mapping[str, float], title: str, per_second: Mapping[str, float], peak: int
 ) -> None:
-    """What came of it."""
+    """Print the results."""
     args, history = trainer.args, trainer.state.log_history
     before = next((log for log in history if "eval_loss" in log and log["step"] == 0), {})
     losses = [log["loss"] for log in history if "loss" in log] or [results["train_loss"]]

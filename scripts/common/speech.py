@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from finetune_console import UserError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
+
+from .console import UserError
 
 RATE = 16_000  # samples per second
 WORD_S = 0.4  # seconds

@@ -1,8 +1,8 @@
-"""How a script begins and ends: one clear line on every rank for what goes wrong, and the numbers at the end."""
+"""Start and end of a script: one clear error message, and the numbers at the end."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
 import os
 import resource
@@ -14,84 +14,99 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from accelerate.utils import gather_object
-from rich.console import Console
-from rich.table import Table
-
-import hf_zero as zero
 from hf_zero.config import size_text
-from hf_zero.errors import needs
+from hf_zero.errors import ConfigError, ZeroError, needs
 
-GRACE = 2.0  # seconds
-SETTLE = 0.1  # seconds
-MESSAGE_LIMIT = 400  # characters; some libraries put a page into an exception
+if TYPE_CHECKING:
+    import torch
+
+GRACE_S = 2.0
+"""Seconds a rank waits before it ends: launchers end all ranks with the first."""
+SETTLE_S = 0.1
+MESSAGE_LIMIT = 400
+"""Characters; some libraries put a page into an exception."""
 
 
 class UserError(ValueError):
-    """Something the person who typed the command can put right. The message is shown alone, without its type."""
+    """An error that the user can fix. The message is shown alone, without its type."""
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The description as it stands, the flags with their defaults."""
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during training; the message says how to continue."""
 
 
 @contextmanager
 def examples() -> Iterator[None]:
-    """Around imports of what only the scripts need: where a package is missing, the script ends with what to install."""
+    """Surround imports of packages that only the scripts need; exit with what to install."""
     try:
         with needs("examples"):
             yield
-    except zero.ConfigError as error:
+    except ConfigError as error:
         sys.exit(f"error: {error}")
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call `main`; a failure becomes one line on this rank's stderr and exit status 1."""
+    """Call `main`; a failure becomes one message and exit status 1."""
     try:
         _check_environment()
         main()
-        if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-            # gloo's threads drop the tensors of the last exchange a moment after it, for which they need the
-            # interpreter: one that asks while Python is being taken down aborts the process.
-            time.sleep(SETTLE)
-    except KeyboardInterrupt:
-        _stop("interrupted", 130)
+        if _world_size() > 1:
+            # gloo's threads release the tensors of the last exchange a moment later, for which
+            # they need the interpreter: asking while Python shuts down aborts the process.
+            time.sleep(SETTLE_S)
+    except KeyboardInterrupt as interrupt:
+        _stop(str(interrupt) or "interrupted", 130)
     except SystemExit as ended:
         if ended.code not in (0, None):
             raise
     except Exception as error:
         if os.environ.get("HF_ZERO_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        _stop(one_line(error), 1)
+        _stop(f"error: {one_line(error)}", 1)
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1") or 1)
 
 
 def one_line(error: BaseException) -> str:
-    """The error as a single line; one that was not foreseen also says its type and how to see more."""
+    """Return the error as one line; an unexpected error has its type and how to see more."""
     text = " ".join(str(error).split())
     if len(text) > MESSAGE_LIMIT:
         text = text[:MESSAGE_LIMIT].rsplit(" ", 1)[0] + " …"
-    if isinstance(error, (UserError, zero.ZeroError)):
+    if isinstance(error, (UserError, ZeroError)):
         return text
     if "gloo" in text or "ncclRemoteError" in text or "Connection closed by peer" in text:
-        return f"stopped because another rank did; its own line says why ({type(error).__name__})"
+        return f"stopped because another rank did; its line has the reason ({type(error).__name__})"
     return f"{type(error).__name__}: {text} (HF_ZERO_DEBUG=1 shows where)"
 
 
 def _stop(message: str, status: int) -> None:
-    # One write, so that the lines of several ranks do not run into each other.
-    sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] error: {message}\n")
+    rank = int(os.environ.get("RANK", "0") or 0)
+    reply = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if reply:
+        # torchrun prints this message last, and ends the other ranks. Rank 0 speaks first, so
+        # that an error of all ranks is shown once.
+        time.sleep(GRACE_S if rank else 0)
+        with suppress(OSError), open(reply, "w", encoding="utf-8") as file:
+            json.dump({"message": message, "timestamp": int(time.time())}, file)
+        if status == 130 and rank == 0:  # torchrun reports no failure when it is interrupted itself
+            sys.stderr.write(f"\n{message}\n")
+    else:
+        # One write: lines of several ranks must not mix.
+        sys.stderr.write(f"[rank {rank}] {message}\n")
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        time.sleep(GRACE)  # launchers end all ranks with the first: let the others say their line too
-    # Not sys.exit: a rank that waits in a library's exit handler for peers that are gone would hang.
+    if not reply and _world_size() > 1:
+        time.sleep(GRACE_S)
+    # Not sys.exit: a rank waiting in a library's exit handler for ended peers would hang.
     sys.stdout.flush()
     os._exit(status)
 
 
 def _check_environment() -> None:
-    """Refuse launcher settings that would otherwise be taken for a single process, or hang at the first meeting."""
+    """Refuse launcher settings that would be taken for a single process, or hang at the first collective."""
     raw = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in os.environ}
     try:
         numbers = {name: int(value) for name, value in raw.items()}
@@ -106,14 +121,16 @@ def _check_environment() -> None:
 
 
 def everywhere(action: Callable[[], object], what: str) -> None:
-    """Run `action` on every rank; where it fails on some, all ranks raise, naming the first. Collective."""
+    """Run `action` on every rank; if it fails on one, all ranks raise its error. Collective."""
+    from accelerate.utils import gather_object
+
     problem: str | None = None
     cause: Exception | None = None
     try:
         action()
     except Exception as error:
         # The library's own errors say what failed and where.
-        place = "" if isinstance(error, zero.ZeroError) else f"{what} failed on rank {os.environ.get('RANK', '0')}: "
+        place = "" if isinstance(error, ZeroError) else f"{what} failed on rank {os.environ.get('RANK', '0')}: "
         problem, cause = place + one_line(error), error
     problems = [found for found in gather_object([problem]) if found]
     if problems:
@@ -121,7 +138,7 @@ def everywhere(action: Callable[[], object], what: str) -> None:
 
 
 def check_output(folder: str | Path) -> None:
-    """Raise unless `folder` can be made and written to."""
+    """Raise unless `folder` can be created and written to."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -134,7 +151,7 @@ def check_output(folder: str | Path) -> None:
 
 
 def check_space(folder: str | Path, model: torch.nn.Module) -> None:
-    """Raise when the weights alone would not fit on the disk of `folder`: better before the training than after it."""
+    """Raise if the disk of `folder` has no room for the weights."""
     need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     free = shutil.disk_usage(folder).free
     if free < need:
@@ -145,7 +162,9 @@ def check_space(folder: str | Path, model: torch.nn.Module) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: allocated on a CUDA device, resident on CPU (Python and libraries too)."""
+    """Return this rank's peak memory: allocated on a CUDA device, resident on CPU (with Python and libraries)."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -153,19 +172,24 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def highest(value: int) -> int:
-    """The largest `value` of all ranks. Collective."""
+    """Return the largest `value` of all ranks. Collective."""
+    from accelerate.utils import gather_object
+
     return max(gather_object([value]))
 
 
 def number(value: float) -> str:
-    """A measured value for people: no more digits than mean something."""
+    """Format a measured value with its significant digits."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def print_summary(title: str, rows: dict[str, str]) -> None:
-    """A two-column table on stdout. Call it on the main process only."""
+    """Print a two-column table. Call it on the main process only."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

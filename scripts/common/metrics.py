@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from finetune_console import examples
 from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+from .console import examples
 
 with examples():
     import datasets
@@ -44,14 +45,14 @@ class Perplexity(_Computed):
 
 
 class Accuracy(_Computed):
-    """The share of predictions that are right."""
+    """Share of correct predictions."""
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
 
 
 class MacroF1(_Computed):
-    """The unweighted mean of each class's F1, over the classes that occur in predictions or references."""
+    """Unweighted mean of each class's F1, over the classes that occur in predictions or references."""
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         classes, numbers = np.unique(np.concatenate([predictions, references]), return_inverse=True)
@@ -89,7 +90,7 @@ class WordErrors(_Computed):
 
 
 class ExactMatch(_Computed):
-    """The share of predictions that are equal to their reference."""
+    """Share of predictions equal to their reference."""
 
     columns = {"predictions": "string", "references": "string"}
 
