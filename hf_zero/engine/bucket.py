@@ -91,8 +91,9 @@ class Bucket:
             views = self._views(buffer)
             # The padding has a master, too, and counts in norms.
             buffer[self._used_numel :].zero_()
-            if None not in dense:
-                torch._foreach_copy_(views, dense)
+            present = [grad for grad in dense if grad is not None]
+            if len(present) == len(views):
+                torch._foreach_copy_(views, present)
             else:
                 for view, grad in zip(views, dense):
                     if grad is None:  # this rank's loss does not reach the parameter

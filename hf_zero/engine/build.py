@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -95,8 +94,3 @@ def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
     if device.type != "cpu":
         raise LayoutError(f"the model is on {device}, and device is {wanted}. Move the model there, or to host memory")
     return wanted
-
-
-def whole_specs(specs: Sequence[Sequence[ParamSpec]], costs: dict[str, int]) -> list[list[ParamSpec]]:
-    """The same, with the step's cost of parameters that an optimizer needs as full matrices."""
-    return [[replace(spec, step_cost=costs.get(spec.name, 0)) for spec in unit] for unit in specs]

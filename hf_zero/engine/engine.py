@@ -146,7 +146,7 @@ class Engine:
         self.schedule.recover()
         self.schedule.lost = None
         if not set_to_none:
-            self._settle()
+            self.wait_for_steps()
         for binding in self.bindings:
             if optimizer is not None and binding.optimizer is not optimizer:
                 continue
@@ -165,7 +165,7 @@ class Engine:
         for event in self.events.after_zero_grad:
             event()
 
-    def _settle(self) -> None:
+    def wait_for_steps(self) -> None:
         """Return when no other thread updates masters or reads gradients."""
         if self.stepper is not None:
             self.stepper.settle()
@@ -200,14 +200,14 @@ class Engine:
                 "Set step_in_backward to False, or do not clip (max_grad_norm=0 in TrainingArguments)"
             )
         self.schedule.flush()
-        self._settle()
+        self.wait_for_steps()
 
     # End --------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective."""
         self.schedule.quiesce()
-        self._settle()
+        self.wait_for_steps()
         self.context.raise_failures("detach()")
         if self.stepper is not None:
             self.stepper.close()

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -196,13 +196,11 @@ class Stepper:
 
     def _update_in_host(self, step: UnitStep, piece: Piece) -> None:
         segment = piece.segment
-        assert isinstance(piece.span.master, Tensor)
-        assert isinstance(piece.grad, Tensor)
 
         def memory(_: str, dtype: torch.dtype) -> Tensor:
             return self._storage.link.empty(segment.numel, dtype, travels=False)
 
-        master, grad = piece.span.master[segment.here], piece.grad[segment.here]
+        master, grad = cast(Tensor, piece.span.master)[segment.here], cast(Tensor, piece.grad)[segment.here]
         entries = self._update(step, piece, segment.start, master, grad, piece.known, memory)
         self._keep_state(step, piece, entries)
 
@@ -340,5 +338,4 @@ def _copied(value: Any) -> Any:
 
 
 def _on_disk(values: Values) -> OnDisk:
-    assert isinstance(values, OnDisk)
-    return values
+    return cast(OnDisk, values)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ class HostTier:
         return self.empty(values.numel(), values.dtype).copy_(values)
 
     def load(self, source: Values, target: Tensor) -> Inflight:
-        assert isinstance(source, Tensor)
-        return self._link.up(source, target)
+        return self._link.up(cast(Tensor, source), target)
 
 
 class DiskTier:
@@ -68,7 +67,7 @@ class DiskTier:
         return self.empty(values.numel(), values.dtype).copy_(values)
 
     def load(self, source: Values, target: Tensor) -> Inflight:
-        assert isinstance(source, OnDisk)
+        source = cast(OnDisk, source)
         if self._storage.link.is_one_memory:
             return source.begin_read(target)
         through = _ThroughHost(self._storage, source, target)

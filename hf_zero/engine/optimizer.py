@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LayoutError, StallError
-from ..tiers.array import OnDisk
 from ..tiers.tier import Tier
 from .context import Context
 from .segments import Segment, first_segments, runs_of, split
@@ -78,7 +77,8 @@ class Binding:
 
     def take_state(self) -> None:
         """Give the segments the state that the optimizer has of the model's parameters, if any."""
-        before, state = self.optimizer.state, defaultdict(dict)
+        before: Any = self.optimizer.state
+        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for group in self.segments:
             for segment in group:
                 entries = [before.get(segment.span.params[index], {}) for index in segment.members]
@@ -127,9 +127,7 @@ def bind(optimizers: Sequence[torch.optim.Optimizer], context: Context, original
     for unit in context.units:
         for span in unit.spans:
             where = [owner.get(param) for param in span.params]
-            span.segments = first_segments(
-                span, lambda one, other, at=where: at[one] == at[other], lambda index, at=where: at[index] is not None
-            )
+            span.segments = first_segments(span, where)
             for number in dict.fromkeys(each[0] for each in where if each is not None):
                 bindings[number].spans.append(span)
             for segment in span.segments:
@@ -210,7 +208,3 @@ class StepWrapper:
             self._optimizer.__dict__.pop("step", None)
         else:
             self._optimizer.step = self._had  # type: ignore[method-assign]
-
-
-def is_on_disk(segment: Segment) -> bool:
-    return isinstance(segment.span.master, OnDisk)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .span import Span
     from .unit import Unit
 
-_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
-_GRAD: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
 
 _METADATA = frozenset(
     {
@@ -62,7 +62,7 @@ class ShardedParameter(nn.Parameter):
     _zero_place: Place
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         for event in self._zero_place.span.events.data_read:
             event(self)
         return raw_data(self)
@@ -81,7 +81,7 @@ class ShardedParameter(nn.Parameter):
             event(self, values)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         raw = raw_grad(self)
         for event in self._zero_place.span.events.grad_read:
             return event(self, raw)
@@ -161,7 +161,7 @@ def _gather_for(param: Any, func: Any) -> None:
 
 def adopt(param: nn.Parameter, place: Place) -> None:
     """Make `param` a `ShardedParameter` that lies at `place`."""
-    kind = original_class(param)
+    kind: Any = original_class(param)
     param._zero_place, param._zero_class = place, kind  # type: ignore[attr-defined]
     param.__class__ = _classes(kind)[0]
 
@@ -181,7 +181,8 @@ def disown(param: nn.Parameter) -> None:
 def set_released(params: Iterable[nn.Parameter], released: bool) -> None:
     """Say whether the values of these parameters are readable."""
     for param in params:
-        param.__class__ = _classes(param._zero_class)[released]  # type: ignore[attr-defined]
+        kind: Any = param._zero_class  # type: ignore[attr-defined]
+        param.__class__ = _classes(kind)[released]
 
 
 def place_of(param: Tensor) -> Place | None:

@@ -9,7 +9,7 @@ For optimizers that need full matrices (`Span.is_whole`) a segment is one parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,21 +73,23 @@ class Segment:
         self.tensor.grad = grad[self.start : self.stop].view(self.tensor.shape)
 
 
-def first_segments(
-    span: Span, same_group: Callable[[int, int], bool], has_group: Callable[[int], bool]
-) -> list[Segment]:
-    """The segments of a span that was just built.
+def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]:
+    """Return the segments of a span that was just built.
 
     Args:
-        same_group: whether two parameters, by index, are in the same optimizer group.
-        has_group: whether an optimizer has a parameter.
+        groups: by parameter, the optimizer group that it is in; None for a parameter that no optimizer has.
     """
     found: list[Segment] = []
     for index, part in span.parts():
-        if not has_group(index):
+        if groups[index] is None:
             continue
         last = found[-1] if found else None
-        if last is not None and not last.is_matrix and last.stop == part.start and same_group(last.members[-1], index):
+        if (
+            last is not None
+            and not last.is_matrix
+            and last.stop == part.start
+            and groups[last.members[-1]] == groups[index]
+        ):
             last.stop = part.stop
             last.members.append(index)
             last.tensor = nn.Parameter(last._values(), requires_grad=span.trainable)
@@ -153,10 +155,3 @@ def is_elementwise(value: Any, segment: Segment) -> bool:
         and value.numel() == segment.numel
         and segment.numel > 1
     )
-
-
-def members_with(span: Span) -> Iterator[tuple[int, Segment]]:
-    """By parameter index, the segment that has its elements on this rank."""
-    for segment in span.segments:
-        for index in segment.members:
-            yield index, segment

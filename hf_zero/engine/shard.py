@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ def shard(
     *,
     mixed_precision: str | None = "no",
     device: torch.device | None = None,
+    open_storage: Callable[[torch.device, int, str | None], Storage] = Storage,
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the default process group. A collective.
 
@@ -51,6 +52,8 @@ def shard(
         observers: what attaches to the engine's events. Without any, ordinary training loops work.
         mixed_precision: `no`, `bf16` or `fp16`: the forward runs under autocast.
         device: where to compute, for a model that is in host memory.
+        open_storage: creates what the tiers share, from the device, the rank and `offload_dir`. Another one may work in blocks
+            of other sizes, or reach the device over another link.
 
     Returns:
         The engine.
@@ -91,7 +94,7 @@ def shard(
     if shards == 1 and config.offload_params == "none":
         policy = STAGES[min(config.stage, 2)]  # nothing to release: every rank has everything
     layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
-    storage = Storage(where, wire.rank, config.offload_dir)
+    storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))

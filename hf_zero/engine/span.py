@@ -184,7 +184,7 @@ class Span:
     @property
     def references(self) -> int:
         """How many tensors have the memory of `full`."""
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ class Span:
             new.copy_(old)
         local_is_master = self.is_alias
         for tensor in (self.full, self.local, *self.views, *map(raw_data, self.params)):
-            tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+            tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
         for param, view in zip(self.params, self.views):
             set_raw_data(param, view)
         self._storage = new

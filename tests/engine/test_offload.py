@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import shard
 from hf_zero.errors import ConfigError, StateError, TierError, ZeroError
-from hf_zero.tiers import pool
 from hf_zero.tiers.array import OnDisk
 from hf_zero.tiers.host import Link
+from hf_zero.tiers.pool import Storage
 from tests.kit.common import gpt2
 from tests.kit.injection import fails, instead
 from tests.kit.offloading import SMALL
@@ -71,15 +71,14 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def start(rank: int, folder: str, model: nn.Module, name: str, dtype: str, **config: Any) -> tuple[Any, Any]:
+def start(
+    rank: int, folder: str, model: nn.Module, name: str, dtype: str, *, link: type[Link] = Link, **config: Any
+) -> tuple[Any, Any]:
     """An engine whose blocks and slabs are small; its optimizer."""
-    before = pool.Storage.__init__.__defaults__ or ()
-    pool.Storage.__init__.__defaults__ = (*before[:-1], SMALL)
-    try:
-        optimizer = optimizer_of(name, model)
-        return shard(model, optimizer, ZeroConfig(offload_dir=folder, **config), mixed_precision=dtype), optimizer
-    finally:
-        pool.Storage.__init__.__defaults__ = before
+    optimizer = optimizer_of(name, model)
+    settings = ZeroConfig(offload_dir=folder, **config)
+    storage = partial(Storage, open_link=link, sizes=SMALL)
+    return shard(model, optimizer, settings, mixed_precision=dtype, open_storage=storage), optimizer
 
 
 def train(rank: int, folder: str, build: Any, name: str, dtype: str, accumulate: int, **config: Any) -> list[Any]:
@@ -104,12 +103,22 @@ def train(rank: int, folder: str, build: Any, name: str, dtype: str, accumulate:
     return [*found, *(param.detach().clone() for param in model.parameters())]
 
 
-def compare(rank: int, world: int, folder: str, stage: int, dtype: str, name: str) -> list[str]:
+class LinkApart(Link):
+    """A link that copies, as to a device with memory of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_one_memory = False
+
+
+def compare(
+    rank: int, world: int, folder: str, stage: int, dtype: str, name: str, link: type[Link] = Link
+) -> list[str]:
     """The settings whose results differ by a bit."""
     wrong = []
     places = [each for each in ELSEWHERE if each[1] == "none" or stage == 3 or world == 1]
     for build, accumulate in ((mlp, 1), (mlp, 2), (gpt2, 1 + world % 2)):
-        run = partial(train, rank, folder, build, name, dtype, accumulate, stage=stage)
+        run = partial(train, rank, folder, build, name, dtype, accumulate, stage=stage, link=link)
         plain = run()
         for optimizer, params in places if build is mlp else places[:4]:
             for early in (False, True) if accumulate == 1 and optimizer != "none" else (False,):
@@ -132,17 +141,7 @@ def test_same_bits_as_without_offload(
 
 def compare_apart(rank: int, world: int, folder: str) -> list[str]:
     """As `compare`, where host memory and the device's memory are two."""
-    before = Link.__init__
-
-    def apart(self: Link, *args: Any) -> None:
-        before(self, *args)
-        self.is_one_memory = False
-
-    Link.__init__ = apart  # type: ignore[method-assign,assignment]
-    try:
-        return compare(rank, world, folder, 3, "no", "adamw")
-    finally:
-        Link.__init__ = before  # type: ignore[method-assign]
+    return compare(rank, world, folder, 3, "no", "adamw", link=LinkApart)
 
 
 def test_same_bits_through_copies(two: RankPool, tmp_path: Any) -> None:
@@ -179,7 +178,7 @@ def disk_fails(rank: int, world: int, folder: str, call: str, when: str, stage: 
     loss_of(model, rank, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
-    engine._settle()
+    engine.wait_for_steps()
     fault = {call: fails(errno.EIO)} if rank == 1 else {}
     raised = ""
     loss = torch.zeros(()) if when == "forward" else loss_of(model, rank, 1)
@@ -200,7 +199,7 @@ def disk_fails(rank: int, world: int, folder: str, call: str, when: str, stage: 
         optimizer.zero_grad()
         loss_of(model, rank, 2).backward()
         optimizer.step()
-        engine._settle()
+        engine.wait_for_steps()
         after = "trains"
     except ZeroError as error:
         after = type(error).__name__
