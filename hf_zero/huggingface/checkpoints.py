@@ -26,7 +26,8 @@ from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from ..runtime.engine import Engine
 from ..runtime.values.pieces import ParameterPieces
-from .stock import recording, replaced, serving
+from .recording import recording
+from .stock import replaced, serving
 
 MAX_SHARD_SIZE = "50GB"
 """Of one weight file, as in `save_pretrained`."""
@@ -68,10 +69,10 @@ def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) ->
 
 
 def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
-    """The weights that `stock`, which saves the model and more to `saving.folder`, would write. A collective.
+    """Add the weights that `stock`, which saves the model and more to `saving.folder`, would write. A collective.
 
-    It runs on rank 0, with stand-ins for the values. Where it writes no safetensors, or pickles something besides, it runs
-    again, with the values.
+    `stock` runs on rank 0 with meta tensors. If it writes no safetensors, pickles a tensor or computes with values, it
+    runs again with the model gathered on rank 0.
     """
     model = engine.model
     needs_values: list[bool] = []
@@ -86,9 +87,13 @@ def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
         for value in outline.values():
             if isinstance(value, Tensor) and value.is_meta:
                 value.__dict__["__reduce_ex__"] = partial(pickled, value)
-        with recording(model, outline) as record:
-            stock()
-        if record.files:
+        try:
+            with recording(model, outline) as record:
+                stock()
+        except NotImplementedError:  # torch raises it where code asks a meta tensor for values
+            needs_values.append(True)
+            return Drawing(())
+        if record.files and not record.unknown():
             return record.drawing(saving.folder)
         needs_values.append(True)
         return Drawing(())

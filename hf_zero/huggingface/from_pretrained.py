@@ -179,7 +179,7 @@ class _Filling:
         for name, result in planned.results.items():
             if name in wrong:
                 continue
-            pieces = planned.trace.pieces(result)
+            pieces = planned.conversions.pieces(result)
             if pieces is None:
                 computed[name] = result
                 continue
@@ -190,7 +190,7 @@ class _Filling:
             else:
                 wanted.append(self._room(name, result))
         self.reader.read(ranges_of(wanted, places))
-        for conversion in planned.trace.conversions(computed):
+        for conversion in planned.conversions.computed(computed):
             values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
             for name, value in conversion.convert(values).items():
                 _, room = self._room(name, computed[name])
