@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -46,7 +48,7 @@ from ..runtime.checkpoints import load_state
 from ..runtime.engine import Engine, engine_of
 from ..runtime.passes.autocast import shown_in
 from .arguments import TRAINING_ARGUMENTS, refuse
-from .callback import MeasuredLogs, PreemptionCallback, calling_trainer, facts_of, write_card
+from .callback import MeasuredLogs, PreemptionCallback, ZeroCallback, calling_trainer, facts_of, write_card
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
@@ -62,8 +64,8 @@ from .elastic import LATEST, KeepsBatches
 from .push import check_kind, uploading
 from .stock import TrainerBase, put_in_front, replaced
 
-# Older releases of transformers (5.17 is one) do not let other ranks than the writing one into `_save`.
-_WRITER_ONLY = "is_distributed_loading_by_transformers" not in Trainer._save.__code__.co_names
+# Before 5.23, `Trainer.save_model` calls `_save` on the writing rank only.
+_WRITER_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
 class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
@@ -193,6 +195,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
                     stacklevel=2,
                 )
+        if not any(isinstance(callback, ZeroCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(ZeroCallback())
         self._zero_resumed = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._zero_resuming = True
         try:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ class Stream(io.StringIO):
 
 @pytest.mark.parametrize("bar", [True, False])
 def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 columns: one screen at the start, log lines as the stock Trainer's, a few lines at the end, none behind a bar."""
+    """80 columns: one screen at the start, a compact line per log, a few lines at the end, none behind a bar."""
     monkeypatch.setenv("COLUMNS", "80")
     seen = Stream()
     with contextlib.redirect_stdout(seen), contextlib.redirect_stderr(seen):
@@ -186,9 +187,16 @@ def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.Monke
         f"hf-zero report {tmp_path}",
     ):
         assert words in " ".join(" ".join(ending).split())
-    logs = [line for line in lines if line.lstrip().startswith("{'loss'")]
-    assert len(logs) == 2
-    assert not any("zero/" in line for line in logs)
+    assert sum("1 rank: nothing is sharded. Start with torchrun --nproc-per-node N" in line for line in screen) == 1
+    assert sum("precision" in line for line in screen) == 1
+    logs = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in logs] == ["2/4", "4/4"]
+    for line in logs:
+        assert re.fullmatch(
+            r"step \d/4  loss [\d.]+  grad norm [\d.e+-]+  lr [\d.e+-]+  tokens/s [\d,]+  memory [\d.]+ GiB  epoch [\d.]+",
+            line,
+        ), line
+    assert "{'loss'" not in text
     for word in ("spans", "in passing", "now 0.0"):
         assert word not in text
 
@@ -199,6 +207,17 @@ def test_tables_for_those_who_ask(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert text.count("MiB per rank") == 1
     assert text.count("MiB by tier") == 2
     assert text.count("4 steps recorded") == 1
+
+
+def test_the_trainer_adds_the_callback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hf-zero report` has data without a word in the program; a callback that the program passes stays the only one."""
+    train(tmp_path / "default", [])
+    assert [record["kind"] for record in steps_in(tmp_path / "default" / "zero_steps.jsonl")][-1] == "end"
+    assert capsys.readouterr().out.count("4 steps in ") == 1
+    AcceleratorState._reset_state(True)
+    run = train(tmp_path / "given", [zero.ZeroCallback(report=False)])
+    assert sum(isinstance(callback, zero.ZeroCallback) for callback in run.callback_handler.callbacks) == 1
+    assert "4 steps in " not in capsys.readouterr().out
 
 
 def test_what_is_resumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
