@@ -37,12 +37,13 @@ from .checkpoints import bare_optimizer
 from .stock import AcceleratorBase, replaced
 
 
-def adopt_calling_trainer() -> None:
-    """The Trainer that this is called from, if any, learns to save and resume. Without transformers there is none."""
-    if "transformers.trainer" in sys.modules:
-        from .trainer import adopt_trainer
+def adopt_calling_trainer() -> bool:
+    """Put `ZeroTrainerMixin` in front of the class of the Trainer that calls this; return whether there is one."""
+    if "transformers.trainer" not in sys.modules:
+        return False
+    from .trainer import adopt_trainer
 
-        adopt_trainer()
+    return adopt_trainer()
 
 
 class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):

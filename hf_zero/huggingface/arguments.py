@@ -149,6 +149,9 @@ ACCELERATE_STATE = (
 """Of the Accelerator that a plugin is given to, `accelerator.state`."""
 
 
+ONE_RANK = "1 rank: nothing is sharded. Start with torchrun --nproc-per-node N"
+
+
 def check_counts(counted: int) -> None:
     """Refuse an Accelerator that counts other ranks than shard the model: each rank would get the same rows.
 

@@ -34,6 +34,7 @@ from ..plan.report import end, start
 from ..runtime.engine import Engine, engine_of, on_preemption
 from ..runtime.preemption import Preemption
 from ..runtime.usage import limits
+from .arguments import ONE_RANK
 from .stock import CallbackBase, TrainerBase, put_in_front
 
 PREFIX = "zero/"
@@ -51,9 +52,6 @@ class MeasuredLogs(TrainerBase):
         super().log(logs, *args, **kwargs)
 
 
-ONE_RANK = "1 rank: nothing is sharded. Start with torchrun --nproc-per-node N"
-
-
 def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float]:
     """Add to a log of training what the engine measured since the previous log; return it, `{}` without a recorder."""
     if engine is None or engine.recorder is None or "loss" not in logs:
@@ -66,25 +64,28 @@ def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float
     return measured
 
 
+_FIRST_IN_LINE = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad norm {:.3g}",
+    "learning_rate": "lr {:.2e}",
+    f"{PREFIX}tokens_per_s": "tokens/s {:,.0f}",
+    f"{PREFIX}device_gib": "memory {}",
+    "epoch": "epoch {:.2f}",
+}
+
+
 def log_line(logs: Mapping[str, Any], state: TrainerState) -> str:
     """Return one line for a log: step, loss, gradient norm, learning rate, tokens/s, memory, epoch, other numbers."""
     parts = [f"step {state.global_step:,}/{state.max_steps:,}"]
-    for name, label, text in (
-        ("loss", "loss", "{:.4f}"),
-        ("grad_norm", "grad norm", "{:.3g}"),
-        ("learning_rate", "lr", "{:.2e}"),
-        (f"{PREFIX}tokens_per_s", "tokens/s", "{:,.0f}"),
-        (f"{PREFIX}device_gib", "memory", ""),
-        ("epoch", "epoch", "{:.2f}"),
-    ):
+    for name, text in _FIRST_IN_LINE.items():
         value = logs.get(name)
-        if value is not None and label == "memory":
-            parts.append(f"memory {size_text(value * 2**30)}")
-        elif value is not None:
-            parts.append(f"{label} {text.format(float(value))}" if is_number(value) else f"{label} {value}")
-    known = {"loss", "grad_norm", "learning_rate", "epoch"}
-    others = [(name, value) for name, value in logs.items() if name not in known and not name.startswith(PREFIX)]
-    parts += [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in others]
+        if name.endswith("_gib") and value is not None:
+            parts.append(text.format(size_text(value * 2**30)))
+        elif is_number(value):
+            parts.append(text.format(value))
+    for name, value in logs.items():
+        if not name.startswith(PREFIX) and not (name in _FIRST_IN_LINE and is_number(value)):
+            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return "  ".join(parts)
 
 
@@ -165,7 +166,7 @@ class ZeroCallback(TrainerCallback):
         if state.global_step:
             folder = getattr(trainer, "_zero_resumed", None)
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
-        if engine.wire.size == 1:
+        if engine.wire.size == 1 and not engine.config.offloads:
             about["ranks"] = ONE_RANK
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
         name = type(engine.model).__name__

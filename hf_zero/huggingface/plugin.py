@@ -7,6 +7,7 @@ uses that moment to change its class to one with `ZeroAcceleratorMixin` in front
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from dataclasses import dataclass, fields
@@ -15,11 +16,14 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 
+from ..comm.group_wire import rank_count
 from ..config import ZeroConfig, explains_names, setting
 from ..errors import ConfigError
 from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer
-from .arguments import ACCELERATE_STATE, check_counts, refuse
+from .arguments import ACCELERATE_STATE, ONE_RANK, check_counts, refuse
 from .stock import put_in_front
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @explains_names()
@@ -121,7 +125,9 @@ class ZeroPlugin(ParallelismConfig):
         cls = type(accelerator)
         accelerator.__class__ = ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
         accelerator.zero_plugin, accelerator.zero_config = self, self.config
-        adopt_calling_trainer()
+        in_trainer = adopt_calling_trainer()  # its start screen says so itself
+        if not in_trainer and rank_count()[0] == 1 and "RANK" not in os.environ and not self.config.offloads:
+            _LOGGER.warning("hf_zero: %s", ONE_RANK)
 
 
 # What a Trainer pickles into training_args.bin names the place that stays, wherever this file is moved.
@@ -132,6 +138,12 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
     """`ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`: the Accelerator, the plugin an argument of its own."""
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        settings = [name for name in kwargs if name.removeprefix("zero_") in ZeroConfig.__dataclass_fields__]
+        if settings:
+            bare = settings[0].removeprefix("zero_")
+            raise ConfigError(
+                f"ZeroAccelerator has no argument {settings[0]!r}: pass zero_plugin=ZeroPlugin({bare}={kwargs[settings[0]]!r})"
+            )
         given = kwargs.pop("parallelism_config", None)
         if given is not None and zero_plugin is not None:
             raise ConfigError("pass the plugin once: zero_plugin or parallelism_config")

@@ -475,17 +475,18 @@ def zero_trainer_cls(cls: type[Any]) -> type[Any]:
     return ZeroTrainer if cls is Trainer else put_in_front(ZeroTrainerMixin, cls)
 
 
-def adopt_trainer() -> None:
-    """Called where an Accelerator is built or shards a model: a Trainer that has it done learns to save and resume.
+def adopt_trainer() -> bool:
+    """Put `ZeroTrainerMixin` in front of the class of the Trainer that builds or uses an Accelerator with the plugin.
 
-    accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of transformers, so
-    it is the `self` of a caller there. Without one (a plain accelerate loop) nothing happens.
+    accelerate passes the plugin its Accelerator, but not the Trainer, so `calling_trainer` finds it. Returns whether
+    there is one.
     """
     owner = calling_trainer()
     if owner is not None:
         _check_arguments(owner.args)
         if not isinstance(owner, ZeroTrainerMixin):
             owner.__class__ = zero_trainer_cls(type(owner))
+    return owner is not None
 
 
 def _check_arguments(args: TrainingArguments) -> None:
