@@ -35,7 +35,7 @@ from ..runtime.engine import Engine, engine_of, on_preemption
 from ..runtime.preemption import Preemption
 from ..runtime.usage import limits
 from .arguments import ONE_RANK
-from .stock import CallbackBase, TrainerBase, put_in_front
+from .stock import CallbackBase, TrainerBase, put_in_front, show
 
 PREFIX = "zero/"
 """Prefix of the engine's measurements in a log."""
@@ -104,7 +104,7 @@ class CompactLines(ShortLines):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print `log_line` on the main process."""
         if state.is_world_process_zero and logs:
-            _say(log_line(logs, state))
+            show(log_line(logs, state))
 
 
 class ZeroCallback(TrainerCallback):
@@ -112,9 +112,9 @@ class ZeroCallback(TrainerCallback):
 
     A Trainer whose arguments have a `ZeroPlugin` adds one by itself; pass your own to change its settings. Every log of
     training gets `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (peaks since the previous log), `zero/step_s`,
-    `zero/wait_s`, `zero/tokens_per_s` (all ranks) and the rest of `Recorder.logs`. Reporters (TensorBoard, W&B, …) get them
-    in any order of callbacks. The main process prints one line per log: step, loss, gradient norm, learning rate, tokens/s,
-    memory.
+    `zero/wait_s`, `zero/tokens_per_s` (all ranks) and everything else in `Recorder.logs`. Reporters (TensorBoard, W&B, …)
+    get them in any order of callbacks. The main process prints one line per log: step, loss, gradient norm, learning rate,
+    tokens/s, memory.
 
     Args:
         report: print one screen before training and a few lines after it, on the main process.
@@ -154,9 +154,9 @@ class ZeroCallback(TrainerCallback):
         engine.record(folder if self.record else None, first_step=state.global_step, about=about)
         if self.report and state.is_world_process_zero and not self._shown:
             self._shown = True  # the Trainer starts again after auto_find_batch_size
-            _say(self._start_text(engine, args, state, trainer))
+            show(self._start_text(engine, args, state, trainer))
             if self.verbose:
-                _say(str(engine.report()))
+                show(str(engine.report()))
 
     def _start_text(self, engine: Engine, args: TrainingArguments, state: TrainerState, trainer: Any) -> str:
         batch = f"{args.per_device_train_batch_size} rows per rank"
@@ -221,21 +221,13 @@ class ZeroCallback(TrainerCallback):
         saved = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         steps, seconds = state.global_step - self._first_step, time.perf_counter() - self._began
         folder, there = None if path is None else path.parent, saved if saved.is_dir() else None
-        _say(end(report, steps, seconds, throughput, folder, there, _columns()))
+        show(end(report, steps, seconds, throughput, folder, there, _columns()))
         if self.verbose:
-            _say(report.comparison())
+            show(report.comparison())
 
 
 def _columns() -> int:
     return shutil.get_terminal_size((80, 24)).columns
-
-
-def _say(text: str) -> None:
-    """Print above progress bars that are drawn at this moment."""
-    from tqdm.auto import tqdm  # the Trainer's progress bars
-
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
 
 
 class PreemptionCallback(TrainerCallback):

@@ -85,7 +85,7 @@ class _Group:
         return found
 
     def _moves_rows(self) -> bool:
-        """Whether every operation moves elements along another dimension than the last."""
+        """Return whether every operation moves elements along another dimension than the last."""
         depths = {tensor.dim() for tensor in self.meta.values()}
         depth = min(depths)
         stock = sys.modules[_CORE]
@@ -154,7 +154,7 @@ class Conversions:
         return self._placed[id(group)].get(key)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has pieces or comes from a recorded conversion."""
+        """Return whether `tensor` has pieces or comes from a recorded conversion."""
         return self.pieces(tensor) is not None or _identity(tensor) in self._made
 
     def computed(self, results: Mapping[str, Tensor]) -> list[Conversion]:

@@ -9,7 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ def own_types(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Attributes
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether `module` is a `PreTrainedModel`. Does not import transformers."""
+    """Return whether `module` is a `PreTrainedModel`, without importing transformers."""
     known = sys.modules.get("transformers.modeling_utils")
     return known is not None and isinstance(module, known.PreTrainedModel)
 
@@ -125,3 +125,12 @@ def stand_in_state(model: nn.Module) -> dict[str, Tensor]:
     """Return `model.state_dict()` with every tensor on the meta device, without communication."""
     values = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model).items())
     return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values}
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Write a line to `stream` (standard output), above the progress bars of the Trainer."""
+    from tqdm.auto import tqdm
+
+    out = sys.stdout if stream is None else stream
+    tqdm.write(text, file=out)
+    out.flush()

@@ -193,7 +193,7 @@ def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert [line.split()[1] for line in logs] == ["2/4", "4/4"]
     for line in logs:
         assert re.fullmatch(
-            r"step \d/4  loss [\d.]+  grad norm [\d.e+-]+  lr [\d.e+-]+  tokens/s [\d,]+  memory [\d.]+ GiB  epoch [\d.]+",
+            r"step \d/4  loss [\d.]+  grad norm [\d.e+-]+  lr [\d.e+-]+  tokens/s [\d,]+  memory [\d.]+ [KMG]iB  epoch [\d.]+",
             line,
         ), line
     assert "{'loss'" not in text

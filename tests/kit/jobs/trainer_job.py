@@ -422,7 +422,7 @@ def two_nodes() -> bool:
         assert not folders_in(folder)
     run = trainer("node", 3)
     message = raised(lambda: run.train(resume_from_checkpoint=str(folder / "checkpoint-4")))
-    assert_error(message, "CheckpointError", "is not there for ranks [1]")  # to resume, both need to see it
+    assert_error(message, "CheckpointError", "is missing on ranks [1]")  # to resume, both need to see it
     return True
 
 
