@@ -87,6 +87,13 @@ def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
         @functools.wraps(stock)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             names = list(ZeroConfig.__dataclass_fields__)
+            if args and all_names:
+                first = args[0]
+                given = ", ".join(f"{key}={value!r}" for key, value in first.items()) if isinstance(first, dict) else ""
+                given = given or (f"stage={first!r}" if isinstance(first, int) else "stage=3")
+                raise UnknownSettingError(
+                    f"{cls.__name__} takes keywords only, found {first!r}: write {cls.__name__}({given})"
+                )
             for name in [name for name in kwargs if name not in known]:
                 bare = name.removeprefix("zero_")
                 meant = _ELSEWHERE.get(name) or _ELSEWHERE.get(bare)
@@ -137,6 +144,20 @@ def parse_bytes(size: int | str, name: str = "a size") -> int:
     if value >= 1 << 63:
         raise ConfigError(f"{name} is more than any machine has: found {str(size)[:40]!r}")
     return int(value)
+
+
+def _memory_bytes(name: str, given: int | str) -> int:
+    """Return a memory limit in bytes.
+
+    Raises:
+        ConfigError: not a size, or a bare number so small that GiB were meant.
+    """
+    nbytes = parse_bytes(given, name)
+    bare = str(given).strip()
+    if bare.isdigit() and nbytes < (1 << 20 if isinstance(given, str) else 1 << 10):
+        unit = "GiB" if nbytes < 4096 else "MiB"
+        raise ConfigError(f"{name}={given!r} is {nbytes} bytes: did you mean {name}='{bare}{unit}'?")
+    return nbytes
 
 
 def size_text(nbytes: float, *, up: bool = False) -> str:
@@ -296,10 +317,12 @@ class ZeroConfig:
         for name in ("device_memory", "host_memory"):
             value: int | str | None = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, parse_bytes(value, name))
+                object.__setattr__(self, name, _memory_bytes(name, value))
         if not isinstance(self.stall_s, (int, float)) or isinstance(self.stall_s, bool) or not 0 <= self.stall_s < 1e9:
             raise ConfigError(f"stall_s must be seconds (0: never), found {self.stall_s!r}")
         if self.offload_dir is not None:
+            if not isinstance(self.offload_dir, (str, os.PathLike)):
+                raise ConfigError(f"offload_dir must be the path of a folder, found {self.offload_dir!r}")
             object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
         for name, what, one, two in (
             ("full_precision", "parameters", "*.gate.*", "*.router.*"),
@@ -313,6 +336,17 @@ class ZeroConfig:
                     f"reduce_dtype must be one of float32, bfloat16, float16 or None, found {self.reduce_dtype!r}"
                 )
             object.__setattr__(self, "reduce_dtype", dtype)
+
+    def get_device_mesh(self, *_: Any) -> None:
+        """Refuse to be an Accelerator's `parallelism_config`, which this method of accelerate's class is asked of.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"parallelism_config must be a ZeroPlugin, found a ZeroConfig: pass zero.ZeroPlugin(stage={self.stage}, …), which "
+            "has the same settings"
+        )
 
     @property
     def policy(self) -> StagePolicy:

@@ -1,6 +1,6 @@
-"""What knows accelerate, transformers and PEFT; the engine below imports none of them.
+"""Everything that knows accelerate, transformers and PEFT; the engine imports none of them.
 
-Importing this package imports none of them, and no torch either: it only registers who is asked once one of them is there.
+Importing this package imports neither these libraries nor torch. It registers three functions that the engine calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _hub_format(model: nn.Module) -> WeightFormat | None:
-    """The names of `save_pretrained`, for models that have it. Without transformers loaded no model has."""
+    """Return the names of `save_pretrained` for a model that has it; None while transformers is not loaded."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
     from .weights import hub_format
@@ -31,7 +31,7 @@ def _hub_format(model: nn.Module) -> WeightFormat | None:
 
 
 def _reading(init: Init) -> AbstractContextManager[object] | None:
-    """`from_pretrained` reads only a rank's own bytes. Also for code that imports transformers inside the context."""
+    """Make `from_pretrained` read only a rank's own bytes, also if transformers is imported inside the context."""
     if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
         return None
     from .from_pretrained import reading
@@ -40,7 +40,7 @@ def _reading(init: Init) -> AbstractContextManager[object] | None:
 
 
 def _check_loader(ranks: int) -> None:
-    """Refuse a batch of a loader that accelerate prepared for another number of ranks."""
+    """Refuse a batch from a loader that accelerate prepared for another number of ranks."""
     if "accelerate.state" in sys.modules:
         from .arguments import check_loader
 

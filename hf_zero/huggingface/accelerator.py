@@ -1,7 +1,7 @@
-"""accelerate: what an Accelerator does differently when it has a `ZeroPlugin`.
+"""`ZeroAcceleratorMixin`: prepare, accumulate and clip with a sharded model.
 
-Invariants: `distributed_type` stays what accelerate found (its own gather, reduce and barriers depend on it), the model
-keeps its type, the optimizer and its param_groups stay the same objects.
+Invariants: `distributed_type` does not change (accelerate's gather, reduce and barriers depend on it), the model keeps
+its type, the optimizer and its param_groups stay the same objects.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from .checkpoints import bare_optimizer
 from .stock import AcceleratorBase, replaced
 
 
-def adopt_calling_trainer() -> None:
-    """The Trainer that this is called from, if any, learns to save and resume. Without transformers there is none."""
-    if "transformers.trainer" in sys.modules:
-        from .trainer import adopt_trainer
+def adopt_calling_trainer() -> bool:
+    """Put `ZeroTrainerMixin` in front of the class of the Trainer that calls this; return whether there is one."""
+    if "transformers.trainer" not in sys.modules:
+        return False
+    from .trainer import adopt_trainer
 
-        adopt_trainer()
+    return adopt_trainer()
 
 
 class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
-    """What differs from the stock Accelerator. Everything else (data, metrics, schedulers, tracking) is inherited."""
+    """Override what a sharded model needs; data, metrics, schedulers and tracking are the stock Accelerator's."""
 
     zero_config: ZeroConfig
 
     # -- prepare --
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's: any order, any number of calls; the model first or in the same call as its optimizer."""
+        """Prepare as accelerate does, in any order and number of calls; no optimizer before its model."""
         optimizers = [bare_optimizer(obj) for obj in args if isinstance(obj, Optimizer)]
         wrappers = {obj: take_wrapper_off(obj) for obj in args if isinstance(obj, nn.Module)}
         args = tuple(wrappers[obj][0] if isinstance(obj, nn.Module) else obj for obj in args)
@@ -71,14 +72,14 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Attach the engine in place; then accelerate's own autocast, never DDP, and torch.compile block by block."""
+        """Attach the engine in place, apply accelerate's autocast, and compile block by block; never wrap in DDP."""
         engine = self._zero_attach(model, (), device_placement, evaluation_mode)
         if engine is None:
-            # Nothing to train and nothing to save by sharding: accelerate's evaluation path.
+            # Nothing trains, and sharding would save no memory: accelerate's evaluation path.
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        # evaluation_mode is accelerate's way to say "autocast, but no DDP". Compiled as a whole, hooks would be in the graph.
-        # A model that was evaluated before it is trained bears accelerate's mark and passes through: its forward runs under
-        # autocast already, and the engine that it got above works by hooks, around whatever forward there is.
+        # evaluation_mode=True means autocast without DDP. A whole-model compile would put hooks into the graph.
+        # A model that was evaluated first has accelerate's mark and passes through: its forward already runs under
+        # autocast, and the engine's hooks work around any forward.
         dynamo = self.state.dynamo_plugin
         with replaced([(dynamo, "backend", DynamoBackend.NO)]):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -104,39 +105,39 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         if not _is_bound(bare, engine):
             engine.bind(bare)
         bare.__dict__[_MODEL] = weakref.ref(engine.model)
-        # Placement would send the optimizer's whole state through state_dict(), a collective; shards lie right already.
+        # Placement would move the state through state_dict(), a collective. Shards are on their devices already.
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def _zero_attach(
         self, model: nn.Module, optimizers: Sequence[Optimizer], placement: bool | None, evaluation_mode: bool
     ) -> Engine | None:
-        """The model's engine, made now if need be; None where plain evaluation holds no more than sharding would."""
+        """Return the model's engine, sharding it now if necessary; None if plain evaluation needs no more memory."""
         check_counts(self.num_processes)
         config = self.zero_config
         engine = engine_of(model)
         params = frozenset(map(id, model.parameters()))
-        mine = [  # after binding an optimizer holds slices, not parameters: then the engine knows
+        mine = [  # a bound optimizer holds slices instead of parameters
             each
             for each in optimizers
             if (engine is not None and _is_bound(each, engine)) or not params.isdisjoint(_param_ids(each))
         ]
         if engine is None:
             trains = not evaluation_mode and any(param.requires_grad for param in model.parameters())
-            born = any(birth_of(param) is not None for param in model.parameters())  # has no whole values to run with
+            born = any(birth_of(param) is not None for param in model.parameters())  # has no full values to run with
             if config.policy.keep_full and not trains and not born:
                 return None
             _check_model(model)
-            adopt_calling_trainer()  # one that was given an Accelerator from elsewhere
+            adopt_calling_trainer()  # a Trainer may use an Accelerator that other code built
             device = None
             if self.device_placement if placement is None else placement:
                 if config.offloads and next(model.parameters()).device.type == "cpu":
-                    device = self.device  # unit by unit: the whole may not fit there
+                    device = self.device  # unit by unit: the model may not fit
                 else:
                     model.to(self.device)
-            # What `hf-zero probe` has measured on this host, if it has.
+            # Measurements of `hf-zero probe` on this host, if any.
             path = kept(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero")
             probed = Machine.load(path) if path.exists() else None
-            # The precision that really is in force: accelerate has no autocast for fp16 on CPU, and it can be disabled.
+            # The precision in force: accelerate has no autocast for fp16 on CPU, and autocast can be disabled.
             on = self.native_amp and (self.autocast_handler is None or self.autocast_handler.enabled)
             precision = str(self.mixed_precision) if on else "no"
             engine = shard(model, mine, config, mixed_precision=precision, machine=probed, device=device)
@@ -151,7 +152,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         for bound in mine:
             bound.__dict__[_MODEL] = weakref.ref(model)
         if not any(model is known for known in self._models) and "transformers.modeling_utils" in sys.modules:
-            from .models import adopt_model  # without transformers there is no model of its
+            from .models import adopt_model  # imports transformers, which a plain loop does not need
 
             adopt_model(model, engine)
         return engine
@@ -160,7 +161,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate; `accumulate()` comes here too."""
+        """Accumulate gradients inside; `accumulate()` uses this, too."""
         engine = engine_of(model)
         with super().no_sync(model) if engine is None else engine.no_sync():
             yield
@@ -168,7 +169,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Nothing to do: whether gradients travel is asked at the backward, not fixed at the forward as in DDP."""
+        """Do nothing: the engine decides about a reduction at the backward, not at the forward as DDP does."""
         if engine_of(model) is None:
             with Accelerator.trigger_sync_in_backward(model):
                 yield
@@ -178,7 +179,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """The true norm over all ranks, as a 0-dim tensor."""
+        """Clip by the norm over all ranks; return it as a 0-dim tensor."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found = self._zero_owner_of(params, "clip_grad_norm_")
         if found is None:
@@ -199,11 +200,11 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
     # -- data --
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's.
+        """Prepare as accelerate does.
 
         Raises:
             ConfigError: on every rank: ranks would have different numbers of batches (`even_batches=False`), or accelerate
-                counts other ranks than there are.
+                counts another number of ranks than the process group.
         """
         check_counts(self.num_processes)
         known = len(self._dataloaders)
@@ -211,16 +212,16 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         counts = _uneven_batches(prepared)
         if counts is not None:
             del self._dataloaders[known:]
-            raise ConfigError(f"even_batches=False: {_told(counts)}")
+            raise ConfigError(f"even_batches=False: {_uneven_text(counts)}")
         return prepared
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's where every rank has as many batches. A rank cannot leave a sharded model: the others need its parts.
+        """Join as accelerate does if every rank has as many batches. No rank can leave a sharded model early.
 
         Raises:
-            ConfigError: on every rank, at the call: they would have different numbers of batches inside, or uneven ones are
-                asked for and no loader that this Accelerator has prepared tells how many there are.
+            ConfigError: on every rank, at the call: ranks would have different numbers of batches, or the number is
+                unknown with `even_batches=False`.
         """
         if not any(isinstance(obj, nn.Module) and engine_of(obj) is not None for obj in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
@@ -229,7 +230,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         samplers = {loader: found for loader in self._dataloaders if (found := _sharded_sampler(loader)) is not None}
         uneven = next((counts for loader in samplers if (counts := _uneven_batches(loader, even_batches))), None)
         if uneven is not None:
-            raise ConfigError(f"join_uneven_inputs(even_batches=False): {_told(uneven)}")
+            raise ConfigError(f"join_uneven_inputs(even_batches=False): {_uneven_text(uneven)}")
         is_even = self.even_batches if even_batches is None else even_batches
         if not is_even and not samplers and self.num_processes > 1:
             raise ConfigError(
@@ -243,7 +244,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
     # -- which engine --
 
     def _zero_engine_of(self, optimizer: Optimizer) -> Engine | None:
-        """Of a bare optimizer that is bound, or that has parameters of a sharded model."""
+        """Return the engine of a bound optimizer, or of one that has parameters of a sharded model."""
         known = optimizer.__dict__.get(_MODEL)
         models = self._models if known is None else [known()]
         for model in models:
@@ -260,16 +261,16 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         return engine
 
     def _zero_owner_of(self, params: list[Any], caller: str) -> tuple[Engine, list[Any] | None] | None:
-        """The engine that holds all of `params`, and which of its parameters are meant (None: all that train).
+        """Return the engine that holds all of `params`, and which parameters are meant (None: all that train).
 
-        It may be one that another Accelerator has made: accelerate's own state is the process's, too.
+        Another Accelerator may have made it: accelerate's own state belongs to the process, too.
         """
         wanted = frozenset(map(id, params))
         engine = _engine_holding(params)
         if engine is not None:
             every = frozenset(map(id, engine.sharded.places))
             trained = frozenset(id(param) for param in engine.sharded.places if param.requires_grad)
-        else:  # maybe an optimizer's own: this rank's flat slices
+        else:  # they may be an optimizer's: this rank's flat slices
             bare = [bare_optimizer(optimizer) for optimizer in self._optimizers]
             found = next((one for one in bare if not wanted.isdisjoint(_param_ids(one))), None)
             engine = None if found is None else self._zero_engine_of(found)
@@ -293,16 +294,16 @@ _REMEDY = (
 
 
 def _sharded_sampler(loader: Any) -> BatchSamplerShard | None:
-    """What deals the batches of a prepared loader to the ranks; None where rank 0 hands them out, and for iterable data."""
+    """Return the sampler that splits batches over ranks; None if rank 0 dispatches them, and for iterable data."""
     places = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
     return next((place for place in places if isinstance(place, BatchSamplerShard)), None)
 
 
 def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] | None:
-    """Batches by rank where they differ, from numbers that every rank knows; None where they do not, or nobody can know.
+    """Return the number of batches of each rank if they differ; None if they are equal or unknown.
 
     Args:
-        even_batches: as if the loader had been prepared with it; None: as it is.
+        even_batches: count as if the loader had been prepared with it; None: as it is.
     """
     shard_ = _sharded_sampler(loader)
     if shard_ is None or shard_.drop_last or (shard_.even_batches if even_batches is None else even_batches):
@@ -311,9 +312,9 @@ def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] 
     try:
         total = len(shard_.batch_sampler)
         samples = len(shard_.batch_sampler.sampler) if shard_.split_batches else 0
-    except (TypeError, AttributeError):  # a sampler that does not know
+    except (TypeError, AttributeError):  # a sampler without a length
         return None
-    if shard_.split_batches:  # each batch is cut; of a last one that is not full, the last ranks may get nothing
+    if shard_.split_batches:  # the last ranks may get nothing of a last batch that is not full
         left = samples % shard_.batch_size
         part = shard_.batch_size // ranks
         counts = [total - (0 < left <= part * rank) for rank in range(ranks)]
@@ -322,7 +323,7 @@ def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] 
     return counts if len(set(counts)) > 1 else None
 
 
-def _told(counts: list[int]) -> str:
+def _uneven_text(counts: list[int]) -> str:
     most, least = counts.index(max(counts)), counts.index(min(counts))
     return (
         f"rank {most} would have {counts[most]} batches and rank {least} {counts[least]}, and {_ALL_RANKS}: {_REMEDY}"
@@ -342,7 +343,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 _MODEL = "_zero_model"
-"""An optimizer's attribute: its sharded model, by weak reference. After binding it holds slices of no module."""
+"""Attribute of an optimizer: weak reference to its sharded model. A bound optimizer holds slices of no module."""
 
 
 def _param_ids(optimizer: Optimizer) -> frozenset[int]:
@@ -354,7 +355,7 @@ def _is_bound(optimizer: Optimizer, engine: Engine) -> bool:
 
 
 def _engine_holding(params: Iterable[Any]) -> Engine | None:
-    """The engine of the first of `params` that belongs to a sharded model, whoever has sharded it."""
+    """Return the engine of the first of `params` that belongs to a sharded model."""
     for param in params:
         owner = owner_of(param)
         if isinstance(owner, Sharded):

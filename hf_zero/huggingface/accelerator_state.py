@@ -1,4 +1,4 @@
-"""What an Accelerator does differently with files when its models are sharded: `save_state`, `load_state`, `save_model`.
+"""`save_state`, `load_state` and `save_model` of an Accelerator with sharded models.
 
     folder/  model.safetensors, config.json, …      the first model, as `save_pretrained` writes it (adapters: theirs only)
              model_1/                               the second
@@ -6,7 +6,7 @@
              scheduler.bin, random_states_0.pkl, …  accelerate's own
              zero_manifest.json                     last
 
-One `Saving`: accelerate's own code writes its small files into the staged folder, all ranks their ranges beside them.
+One `Saving`: accelerate's own code writes small files into the staged folder, and every rank writes its own ranges there.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from .stock import AcceleratorBase, replaced, serving, stand_in_state
 
 
 class ZeroStateMixin(SavesBehind, AcceleratorBase):
-    """Files. Every method is a collective: call it on every rank."""
+    """Save and load. Every method is a collective: call it on every rank."""
 
     _optimizers: list[Any]
 
     @property
     def _zero_series(self) -> CheckpointSeries:
-        # The last file is accelerate's own: where no custom objects are registered, it writes this one last.
+        # accelerate writes this file last unless custom objects are registered.
         return CheckpointSeries(Path(self.project_dir, "checkpoints"), "checkpoint_", "random_states_0.pkl")
 
     if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         return next((engine for model in self._models if (engine := engine_of(model)) is not None), None)
 
     def end_training(self) -> None:
-        """Waits for a save that is being written behind training, then as accelerate's."""
+        """Wait for a save that is written in the background, then end as accelerate does."""
         self._zero_wait_for_save()
         super().end_training()
 
@@ -78,12 +78,13 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """The weights that accelerate writes, from all ranks, and beside them what `from_pretrained` needs: a transformers
-        model's config.json and generation_config.json. Of a PEFT model its adapters, as its own `save_pretrained` writes them.
-        `safe_serialization=False` gathers the model on rank 0, and pickles the whole.
+        """Save the weights of all ranks with the config files that `from_pretrained` needs.
+
+        A PEFT model's adapters are saved as its own `save_pretrained` does. `safe_serialization=False` gathers the model on
+        rank 0 and pickles it.
 
         Raises:
-            CheckpointError: on every rank; what was in the folder is still there.
+            CheckpointError: on every rank; the folder keeps its content.
         """
         engine = engine_of(model)
         if engine is None:
@@ -112,13 +113,13 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """accelerate's folder with weights and optimizer state from every rank; appears as a whole. Returns its path.
+        """Save accelerate's folder with weights and optimizer state of every rank, as one rename. Returns its path.
 
         With `ZeroPlugin(async_save=True)` it appears later, at the latest with the next save or load, or `end_training`.
-        With `automatic_checkpoint_naming`, `total_limit` is kept *after* the save, and never costs the last complete one.
+        With `automatic_checkpoint_naming`, `total_limit` applies after the save and never removes the last complete one.
 
         Raises:
-            CheckpointError: on every rank; what was there before is still there.
+            CheckpointError: on every rank; an older folder keeps its content.
             ConfigError: `safe_serialization=False`: a checkpoint has no pickled weights.
         """
         engine = self._zero_first_engine()
@@ -169,27 +170,26 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
     def _zero_small_files(
         self, saving: Saving, engine: Engine, stock: Callable[..., Any], settings: dict[str, Any]
     ) -> list[int]:
-        """What accelerate and registered hooks write. Returns which models are left for us to save."""
+        """Run accelerate's `save_state` and registered hooks. Returns the indices of models that are still to be saved."""
         hooks = self._save_model_state_pre_hook
         states: list[dict[str, Any]] = []
         left: list[int] = []
 
-        def note(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        def record_states(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
             states[:] = weights
 
-        def take(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        def remove_states(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
             left[:] = [index for index, state in enumerate(states) if any(state is other for other in weights)]
             weights.clear()
 
-        # accelerate's `save_state` asks each model for its `state_dict()`, gives models and states to the hooks in the order of
-        # their registration, and writes the states that are left in the list. So `note` has to be first, to see all of them,
-        # and `take` last: what a hook took out, it has saved; what is left is ours, and taken out before accelerate writes it.
-        # A hook of the user's may save a model itself, on one rank: then it needs the values.
+        # accelerate's `save_state` passes models and states to the hooks in the order of their registration, and writes the
+        # states that stay in the list. `record_states` must be first to see all of them, `remove_states` last: a hook has
+        # saved what it removed; the others are saved here. A user's hook may save on one rank, so it needs values.
         whole = [(m, m.state_dict() if hooks else engine_of(m).outline()) for m in self._models if engine_of(m)]  # type: ignore[union-attr]
         optimizers, self._optimizers = self._optimizers, []
-        first = self.register_save_state_pre_hook(note)
+        first = self.register_save_state_pre_hook(record_states)
         hooks.move_to_end(first.id, last=False)
-        last = self.register_save_state_pre_hook(take)
+        last = self.register_save_state_pre_hook(remove_states)
         others = (item for model, state in whole for item in serving(model, state))
         try:
             with on_all_ranks(engine.wire, f"saving to {saving.target}"), replaced(others):
@@ -204,7 +204,7 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         model = self._models[index]
         engine = engine_of(model)
         inside = f"model_{index}" if index else ""
-        if engine is None:  # frozen, and whole on every rank
+        if engine is None:  # not sharded: every rank has all of it
             with on_all_ranks(first.wire, f"saving to {saving.target}"):
                 if first.rank == 0:
                     place = saving.folder / inside
@@ -222,12 +222,12 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """A folder of `save_state` of any stage and number of ranks, or one that plain accelerate wrote.
+        """Load a folder of `save_state` of any stage and number of ranks, or one of plain accelerate.
 
-        Without `input_dir` and with `automatic_checkpoint_naming`: the newest that is complete, every byte checked.
+        Without `input_dir` and with `automatic_checkpoint_naming`: the newest complete one, with every digest checked.
 
         Raises:
-            CheckpointError: on every rank: it is damaged or of another model. Models may hold part of it then.
+            CheckpointError: on every rank: it is damaged or of another model. Models may hold part of it.
         """
         engine = self._zero_first_engine()
         if engine is None:
@@ -251,8 +251,8 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
                     model.load_state_dict(load_file(folder / inside / "model.safetensors"), strict=False)
             models.clear()
 
-        # Last of the hooks, so that models that another one has loaded are out of the list; empty, it keeps accelerate from
-        # loading any itself. The list of optimizers is empty for the same reason: their state is in no file of accelerate's.
+        # Must be the last hook: models that another hook loaded are no longer in the list. An empty list keeps accelerate
+        # from loading models; the empty list of optimizers does the same for optimizers.
         optimizers, self._optimizers = self._optimizers, []
         handle = self.register_load_state_pre_hook(load_models)
         try:
@@ -299,11 +299,11 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
 
 
 _ONE_FILE_BYTES = 1 << 62
-"""As a limit: more than any model has, so that no index is written."""
+"""A limit above any model's size, so that no index is written."""
 
 
 def _describe(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
-    """On one rank: what a model's own `save_pretrained` writes beside the weights. Nothing for a module without one."""
+    """Write, on one rank, the other files of a model's own `save_pretrained`; nothing for a module without one."""
     form = format_of(model)
     if not isinstance(form, StateDictFormat):
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ def _describe(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
 
 
 def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> None:
-    """accelerate's file names. Its own loader compares storages of `state_dict()`, which only rank 0 has."""
+    """Load accelerate's files. Its own loader compares storages of `state_dict()`, which only rank 0 has."""
     suffix = f"_{index}" if index else ""
     safe, pickled = folder / f"model{suffix}.safetensors", folder / f"pytorch_model{suffix}.bin"
     if safe.is_file():

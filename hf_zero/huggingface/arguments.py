@@ -1,7 +1,6 @@
-"""The settings of `ZeroConfig` as flags, and which arguments of the Trainer and of accelerate go with them.
+"""Settings of `ZeroConfig` as flags; arguments of the Trainer and of accelerate that a sharded model cannot honour.
 
-What is in neither table of refusals is honoured: the stock code does it, with a sharded model as with any other. An argument
-that a sharded model cannot honour is one row, with what to use instead.
+Each refused argument is one row that names what to use instead. All others work as without the plugin.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..errors import ConfigError
 
 @dataclass
 class ZeroFlags:
-    """Every field of `ZeroConfig` as `zero_<field>`, for `HfArgumentParser`: what may be text is typed as text."""
+    """Every field of `ZeroConfig` as `zero_<field>`, typed as text where text is allowed, for `HfArgumentParser`."""
 
     zero_stage: int = setting("stage")
     zero_reduce_dtype: str | None = setting("reduce_dtype")
@@ -40,7 +39,7 @@ class ZeroFlags:
     zero_debug: bool = setting("debug")
 
     def settings(self) -> dict[str, Any]:
-        """By field of `ZeroConfig`, for `ZeroPlugin(**settings)`."""
+        """Return the values by field of `ZeroConfig`, for `ZeroPlugin(**settings)`."""
         return {item.name: getattr(self, f"zero_{item.name}") for item in fields(ZeroConfig)}
 
 
@@ -49,15 +48,15 @@ class Refusal(NamedTuple):
 
     name: str
     is_asked: Callable[[Any], object]
-    """Of what has the argument: whether it asks for what is refused."""
+    """Takes the object that has the argument; true if its value is refused."""
     text: str
-    """What is wrong and what to do; `{found}` is the argument's value."""
+    """The error message; `{found}` is the argument's value."""
 
 
 def refuse(refusals: Iterable[Refusal], given: Any) -> None:
     """
     Raises:
-        ConfigError: `given` asks for one of `refusals`; with what to use instead.
+        ConfigError: `given` has a refused value.
     """
     for refusal in refusals:
         if refusal.is_asked(given):
@@ -78,13 +77,13 @@ OTHER_ENGINES = (
     ),
     Refusal("fsdp", lambda args: args.fsdp, f"--fsdp {_BOTH_SHARD}: remove --fsdp, or use plain TrainingArguments"),
 )
-"""Of TrainingArguments that are being made. A plugin in plain ones meets the other engine's in `ACCELERATE_STATE`."""
+"""Checked when `ZeroTrainingArguments` are made; `ACCELERATE_STATE` covers a plugin in plain TrainingArguments."""
 
 TRAINING_ARGUMENTS = (
     Refusal(
         "max_grad_norm",
         lambda args: _steps_in_backward(args) and args.max_grad_norm,
-        "step_in_backward updates parameters before all gradients are there, so max_grad_norm={found} cannot be honoured: "
+        "step_in_backward updates parameters before all gradients exist, so max_grad_norm={found} cannot be honoured: "
         "set max_grad_norm=0, or turn step_in_backward off",
     ),
     Refusal(
@@ -110,11 +109,11 @@ TRAINING_ARGUMENTS = (
         "optimizer such as adamw_torch, or optim=adafactor at zero_stage=0",
     ),
 )
-"""Of a Trainer that has a plugin."""
+"""Checked when a Trainer with the plugin is built."""
 
 
 def _other_engine(name: str, kind: str) -> Refusal:
-    """DeepSpeed and the like: by a plugin, by the launcher's environment, or at work already."""
+    """Refuse another engine that a plugin, the launcher's environment or accelerate's state selects."""
     attribute, variable = f"{kind.lower()}_plugin", f"ACCELERATE_USE_{kind}"
 
     def is_asked(state: Any) -> bool:
@@ -146,11 +145,14 @@ ACCELERATE_STATE = (
         "mixed_precision='fp8' is not supported by ZeroPlugin: use 'bf16', 'fp16' or 'no'",
     ),
 )
-"""Of the Accelerator that a plugin is given to, `accelerator.state`."""
+"""Checked on `accelerator.state` when an Accelerator with the plugin is built."""
+
+
+ONE_RANK = "1 rank: nothing is sharded. Start with torchrun --nproc-per-node N"
 
 
 def check_counts(counted: int) -> None:
-    """Refuse an Accelerator that counts other ranks than shard the model: each rank would get the same rows.
+    """Refuse an Accelerator that counts another number of ranks than the process group: ranks would get the same rows.
 
     Raises:
         ConfigError: the counts differ; the message names the argument that fixes it.
@@ -164,12 +166,12 @@ def check_counts(counted: int) -> None:
 
 
 def check_loader(ranks: int) -> None:
-    """The same, of a batch from a loader that an Accelerator prepared, for a model that `zero.shard` sharded.
+    """Check the loader of the current batch, for a model that `zero.shard` sharded.
 
     Raises:
         ConfigError: see `check_counts`.
     """
-    # Without an active loader an Accelerator may serve other purposes: the loop deals its rows itself.
+    # Without an active loader the training loop distributes its rows itself.
     if GradientState._shared_state and GradientState().in_dataloader and PartialState().num_processes != ranks:
         check_counts(PartialState().num_processes)
 

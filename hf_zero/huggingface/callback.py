@@ -1,4 +1,4 @@
-"""What a run tells of itself: measurements in its logs, a report, facts beside its weights, and the model card."""
+"""ZeroCallback: measurements in logs, the start screen and the closing lines; facts saved with weights; the model card."""
 
 from __future__ import annotations
 
@@ -28,61 +28,105 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from ..checkpoint.cards import CARD, is_unwritten, sealed
 from ..checkpoint.files import is_number
 from ..checkpoint.hub import RunFacts, card_for, metrics_at
+from ..config import size_text
 from ..errors import ConfigError
 from ..plan.report import end, start
 from ..runtime.engine import Engine, engine_of, on_preemption
 from ..runtime.preemption import Preemption
 from ..runtime.usage import limits
-from .stock import CallbackBase, TrainerBase, put_in_front
+from .arguments import ONE_RANK
+from .stock import CallbackBase, TrainerBase, put_in_front, show
 
 PREFIX = "zero/"
-"""Of what is measured, among the names of a log."""
+"""Prefix of the engine's measurements in a log."""
 
 
 class MeasuredLogs(TrainerBase):
-    """A Trainer whose logs have what is measured before any reporter is called, whatever the order of its callbacks."""
+    """A Trainer that adds measurements to a log before it calls any reporter, whatever the order of its callbacks."""
 
     model: Any
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As the stock Trainer's."""
+        """Log as the stock Trainer does, with measurements."""
         add_measured(engine_of(self.model), logs)
         super().log(logs, *args, **kwargs)
 
 
 def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float]:
-    """Beside the loss of training, what the engine measured since the log before; `{}` where nobody records."""
+    """Add to a log of training what the engine measured since the previous log; return it, `{}` without a recorder."""
     if engine is None or engine.recorder is None or "loss" not in logs:
         return {}
     measured = {f"{PREFIX}{name}": value for name, value in engine.recorder.logs().items()}
+    _, tokens = engine.recorder.throughput()
+    if measured and tokens:
+        measured[f"{PREFIX}tokens_per_s"] = tokens * engine.wire.size
     logs.update(measured)
     return measured
 
 
+_FIRST_IN_LINE = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad norm {:.3g}",
+    "learning_rate": "lr {:.2e}",
+    f"{PREFIX}tokens_per_s": "tokens/s {:,.0f}",
+    f"{PREFIX}device_gib": "memory {}",
+    "epoch": "epoch {:.2f}",
+}
+
+
+def log_line(logs: Mapping[str, Any], state: TrainerState) -> str:
+    """Return one line for a log: step, loss, gradient norm, learning rate, tokens/s, memory, epoch, other numbers."""
+    parts = [f"step {state.global_step:,}/{state.max_steps:,}"]
+    for name, text in _FIRST_IN_LINE.items():
+        value = logs.get(name)
+        if name.endswith("_gib") and value is not None:
+            parts.append(text.format(size_text(value * 2**30)))
+        elif is_number(value):
+            parts.append(text.format(value))
+    for name, value in logs.items():
+        if not name.startswith(PREFIX) and not (name in _FIRST_IN_LINE and is_number(value)):
+            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return "  ".join(parts)
+
+
 class ShortLines(CallbackBase):
-    """In front of a callback that prints logs as a line: what is measured goes to trackers, and a line stays a line."""
+    """In front of a callback that prints logs: measurements go to trackers only."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """As the stock callback's."""
+        """Print the log without measurements."""
         shown = {name: value for name, value in (logs or {}).items() if not name.startswith(PREFIX)}
         super().on_log(args, state, control, logs=shown, **kwargs)
 
 
-class ZeroCallback(TrainerCallback):
-    """Measures every step, beside what was planned: in the logs, in a file, in a few lines at the end. Needed for nothing else.
+class CompactLines(ShortLines):
+    """In front of the Trainer's own printing callbacks: one compact line for each log."""
 
-    Every log of training gets, beside the loss, `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (highest since the log
-    before), `zero/step_s`, `zero/wait_s` and what else `Recorder.logs` has. Reporters (TensorBoard, W&B, …) see these whatever
-    their order; the line that the Trainer prints does not have them.
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print `log_line` on the main process."""
+        if state.is_world_process_zero and logs:
+            show(log_line(logs, state))
+
+
+class ZeroCallback(TrainerCallback):
+    """Measure every step: in the logs, in a file, and in a few lines on the screen.
+
+    A Trainer whose arguments have a `ZeroPlugin` adds one by itself; pass your own to change its settings. Every log of
+    training gets `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (peaks since the previous log), `zero/step_s`,
+    `zero/wait_s`, `zero/tokens_per_s` (all ranks) and everything else in `Recorder.logs`. Reporters (TensorBoard, W&B, …)
+    get them in any order of callbacks. The main process prints one line per log: step, loss, gradient norm, learning rate,
+    tokens/s, memory.
 
     Args:
         report: print one screen before training and a few lines after it, on the main process.
-        verbose: and the engine's whole report, with all its tables, both times.
-        record: append every step to `zero_steps.jsonl` in `output_dir` (other ranks: `zero_steps.rank1.jsonl`, …), which
-            `hf-zero report OUTPUT_DIR` shows. With `push_to_hub` they are in `output_dir/_zero`, which is not pushed.
+        record: append every step to `zero_steps.jsonl` in `output_dir` (other ranks: `zero_steps.rank1.jsonl`, …) for
+            `hf-zero report OUTPUT_DIR`. With `push_to_hub` the files are in `output_dir/_zero`, which is not pushed.
+        verbose: also print the engine's whole report, before and after training.
 
     Raises:
-        ConfigError: at the start of training, when the model turns out not to be sharded.
+        ConfigError: training starts with a model that is not sharded.
+
+    Example:
+        >>> Trainer(model, args, callbacks=[zero.ZeroCallback(report=False)])
     """
 
     def __init__(self, report: bool = True, record: bool = True, verbose: bool = False) -> None:
@@ -103,16 +147,16 @@ class ZeroCallback(TrainerCallback):
             )
         trainer = calling_trainer()
         if trainer is not None:
-            self._settle_among(trainer)
+            self._shorten_lines(trainer)
         self._first_step, self._began = state.global_step, time.perf_counter()
         folder = Path(str(args.output_dir), "_zero" if args.push_to_hub else "")
         about = {"max_steps": state.max_steps, "batch_per_rank": args.per_device_train_batch_size}
         engine.record(folder if self.record else None, first_step=state.global_step, about=about)
         if self.report and state.is_world_process_zero and not self._shown:
             self._shown = True  # the Trainer starts again after auto_find_batch_size
-            _say(self._start_text(engine, args, state, trainer))
+            show(self._start_text(engine, args, state, trainer))
             if self.verbose:
-                _say(str(engine.report()))
+                show(str(engine.report()))
 
     def _start_text(self, engine: Engine, args: TrainingArguments, state: TrainerState, trainer: Any) -> str:
         batch = f"{args.per_device_train_batch_size} rows per rank"
@@ -122,7 +166,9 @@ class ZeroCallback(TrainerCallback):
         if state.global_step:
             folder = getattr(trainer, "_zero_resumed", None)
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # what torchrun and accelerate launch say
+        if engine.wire.size == 1 and not engine.config.offloads:
+            about["ranks"] = ONE_RANK
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
         name = type(engine.model).__name__
         try:
             marks = "█░"
@@ -131,22 +177,25 @@ class ZeroCallback(TrainerCallback):
             marks = "#."
         return start(engine.report(), name, limits(engine, ranks_here), about, _columns(), marks)
 
-    def _settle_among(self, trainer: Trainer) -> None:
-        """Callbacks that print are kept short. Where `MeasuredLogs` is not at work (a model sharded by hand), reporters
-        read what `on_log` adds.
+    def _shorten_lines(self, trainer: Trainer) -> None:
+        """Make the callbacks that print logs print short lines.
+
+        Without `MeasuredLogs` (a model sharded with `zero.shard`), reporters read what `on_log` adds: this one goes first.
         """
         handler = trainer.callback_handler
         for callback in handler.callbacks:
-            if isinstance(callback, (ProgressCallback, PrinterCallback)) and not isinstance(callback, ShortLines):
+            if type(callback) in (ProgressCallback, PrinterCallback):
+                callback.__class__ = put_in_front(CompactLines, type(callback))
+            elif isinstance(callback, (ProgressCallback, PrinterCallback)) and not isinstance(callback, ShortLines):
                 callback.__class__ = put_in_front(ShortLines, type(callback))
         if not isinstance(trainer, MeasuredLogs):
-            # A new list: the handler is going through the one it has.
+            # A new list: the handler is iterating over the one it has.
             handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
         if engine is not None and engine.recorder is not None:
-            engine.recorder.steps = state.global_step  # a step that a loss scaler skipped is the Trainer's, not ours
+            engine.recorder.steps = state.global_step  # the Trainer also counts steps that a loss scaler skipped
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine, logs = _engine_in(kwargs), kwargs["logs"]
@@ -172,28 +221,20 @@ class ZeroCallback(TrainerCallback):
         saved = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         steps, seconds = state.global_step - self._first_step, time.perf_counter() - self._began
         folder, there = None if path is None else path.parent, saved if saved.is_dir() else None
-        _say(end(report, steps, seconds, throughput, folder, there, _columns()))
+        show(end(report, steps, seconds, throughput, folder, there, _columns()))
         if self.verbose:
-            _say(report.comparison())
+            show(report.comparison())
 
 
 def _columns() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def _say(text: str) -> None:
-    """On a line of its own, above progress bars that are drawn at this moment."""
-    from tqdm.auto import tqdm  # whose bars the Trainer draws
-
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
-
-
 class PreemptionCallback(TrainerCallback):
-    """`enable_jit_checkpoint=True`: SIGTERM or SIGUSR1 on any rank ends training with a checkpoint of the step under way.
+    """`enable_jit_checkpoint=True`: SIGTERM or SIGUSR1 on any rank ends training with a checkpoint of the running step.
 
-    In the place of transformers' own callback, in which each rank decides by its own clock when it saves: ranks in different
-    steps would wait for each other.
+    Replaces transformers' callback, in which each rank decides alone when it saves: ranks in different steps would wait
+    for each other.
     """
 
     def __init__(self) -> None:
@@ -202,8 +243,9 @@ class PreemptionCallback(TrainerCallback):
     @classmethod
     @contextmanager
     def at_work(cls, callbacks: list[TrainerCallback]) -> Iterator[None]:
-        """Around a training: where transformers' is among `callbacks`, this one takes its place. Signals are given back
-        afterwards, also where it ends by an exception, of which the stock code tells no callback.
+        """Replace transformers' callback in `callbacks` by this one, and restore signal handlers after training.
+
+        Also after an exception, which the stock code reports to no callback.
         """
         for at, callback in enumerate(callbacks):
             if isinstance(callback, JITCheckpointCallback):
@@ -228,7 +270,7 @@ class PreemptionCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # what sent the signal does not wait for long
+            control.should_evaluate = False  # the sender of the signal does not wait long
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
@@ -236,22 +278,25 @@ class PreemptionCallback(TrainerCallback):
 
 
 def _engine_in(event: dict[str, Any]) -> Engine | None:
-    """Of the model that an event is about."""
+    """Return the engine of the event's model."""
     model = event.get("model")
     return None if model is None else engine_of(model)
 
 
 def calling_trainer() -> Trainer | None:
-    """The Trainer that this is called from, if any: the `self` of the innermost caller in transformers' own module."""
+    """Return the Trainer that calls this, if any: `self` of the innermost frame in `transformers.trainer`.
+
+    accelerate passes the plugin its Accelerator, and no library passes either of them the Trainer.
+    """
     frame: FrameType | None = sys._getframe(1)
-    # Only frames of transformers are looked into: up to Python 3.12 a look at a frame's locals keeps them alive with it.
+    # Read the locals of that frame only: up to Python 3.12 reading them keeps them alive with the frame.
     while frame is not None and frame.f_globals.get("__name__") != Trainer.__module__:
         frame = frame.f_back
     owner = None if frame is None else frame.f_locals.get("self")
     return owner if isinstance(owner, Trainer) else None
 
 
-# What is kept beside the weights ------------------------------------------------------------------------------------
+# Facts and the model card ---------------------------------------------------------------------------------------------
 
 
 _HYPERPARAMETERS = (
@@ -268,7 +313,7 @@ _HYPERPARAMETERS = (
 
 
 def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
-    """A collective: memory is that of the highest rank."""
+    """Return what a checkpoint says about its run; memory is that of the highest rank. A collective."""
     report, args = engine.report(), trainer.args
     everyone: list[dict[str, int]] = engine.exchange(dict(report.measured))
     base = getattr(getattr(trainer.model, "config", None), "_name_or_path", None)
@@ -296,7 +341,11 @@ def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
 
 
 def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None:
-    """hf_zero's card of what is in `folder`, unless a user wrote one; `asked` are the arguments of `create_model_card`."""
+    """Write the model card of `folder`, unless a user wrote one.
+
+    Args:
+        asked: the arguments of `create_model_card`.
+    """
     path = folder / CARD
     if path.is_file() and not is_unwritten(path):
         return

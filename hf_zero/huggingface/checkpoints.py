@@ -1,7 +1,7 @@
-"""What the Trainer and accelerate share: stock code inside a `Saving`, saves behind training.
+"""Saving and loading that the Trainer and accelerate share.
 
-The small files of a checkpoint are the stock code's own, written into the staged folder; weights and optimizer state go
-there by way of `Saving`, from every rank. So one rename makes the whole folder appear, whoever wrote what.
+The stock code writes a checkpoint's small files into the staged folder; every rank writes weights and optimizer state
+there through `Saving`. One rename makes the complete folder appear.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from ..runtime.engine import Engine
 from ..runtime.values.pieces import ParameterPieces
-from .stock import recording, replaced, serving
+from .recording import recording
+from .stock import replaced, serving
 
 MAX_SHARD_SIZE = "50GB"
-"""Of one weight file, as in `save_pretrained`."""
+"""Largest weight file, as in `save_pretrained`."""
 
 
 # Saving -------------------------------------------------------------------------------------------------------------
 
 
 class SavesBehind:
-    """A Trainer or Accelerator that saves: one save at most is under way, and something may have to wait for its end."""
+    """A Trainer or Accelerator with at most one save in the background."""
 
     _zero_pending: tuple[Engine, Callable[[], None]] | None = None
 
     def _zero_commit(self, saving: Saving, engine: Engine, then: Callable[[], None]) -> None:
-        """Commit, now or behind training as the configuration says; `then` runs on every rank once that is done."""
+        """Commit now, or in the background with `async_save`; `then` runs on every rank afterwards."""
         if engine.config.async_save:
             engine.saves.write_behind(saving)
             self._zero_pending = engine, then
@@ -50,10 +51,10 @@ class SavesBehind:
             then()
 
     def _zero_wait_for_save(self) -> None:
-        """Return when the save that was left behind is complete, and what was to follow is done.
+        """Wait for the save in the background and run its `then`.
 
         Raises:
-            CheckpointError: on every rank: it failed on one.
+            CheckpointError: on every rank: the save failed on one.
         """
         pending, self._zero_pending = self._zero_pending, None
         if pending is not None:
@@ -62,16 +63,16 @@ class SavesBehind:
 
 
 def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> Saving:
-    """A `Saving` with the engine's facts in its manifest, and further ones."""
+    """Return a `Saving` whose manifest has the engine's facts and `facts`."""
     engine.quiesce()
     return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
 
 
 def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
-    """The weights that `stock`, which saves the model and more to `saving.folder`, would write. A collective.
+    """Add the weights that `stock`, which saves the model and more to `saving.folder`, would write. A collective.
 
-    It runs on rank 0, with stand-ins for the values. Where it writes no safetensors, or pickles something besides, it runs
-    again, with the values.
+    `stock` runs on rank 0 with meta tensors. If it writes no safetensors, pickles a tensor or computes with values, it
+    runs again with the model gathered on rank 0.
     """
     model = engine.model
     needs_values: list[bool] = []
@@ -86,9 +87,13 @@ def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
         for value in outline.values():
             if isinstance(value, Tensor) and value.is_meta:
                 value.__dict__["__reduce_ex__"] = partial(pickled, value)
-        with recording(model, outline) as record:
-            stock()
-        if record.files:
+        try:
+            with recording(model, outline) as record:
+                stock()
+        except NotImplementedError:  # torch raises it where code asks a meta tensor for values
+            needs_values.append(True)
+            return Drawing(())
+        if record.files and not record.unknown():
             return record.drawing(saving.folder)
         needs_values.append(True)
         return Drawing(())
@@ -101,7 +106,7 @@ def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
 
 
 def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
-    """Gather the model on rank 0, and let `stock` write it there as it likes. A collective."""
+    """Gather the model on rank 0 and run `stock` there. A collective."""
     state = engine.model.state_dict()
     with on_all_ranks(engine.wire, f"saving to {saving.target}"):
         if engine.rank == 0:
@@ -110,7 +115,7 @@ def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None
 
 
 def hand_in(saving: Saving, wire: SoloWire) -> None:
-    """Small files that ranks on other nodes wrote to disks of their own go to rank 0's folder. A collective."""
+    """Send small files that ranks on other nodes wrote to their own disks to rank 0's folder. A collective."""
     with on_all_ranks(wire, f"saving to {saving.target}") as report:
         if saving.is_blind:
             found = [path for path in saving.folder.rglob("*") if path.is_file()]
@@ -125,7 +130,7 @@ def hand_in(saving: Saving, wire: SoloWire) -> None:
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The torch optimizer inside accelerate's wrapper."""
+    """Return the torch optimizer inside accelerate's wrapper."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -135,7 +140,7 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folder: str = "") -> None:
-    """Weights into a live engine. A collective."""
+    """Load weights into an engine. A collective."""
     engine.quiesce()
     try:
         loading.weights(
@@ -146,7 +151,7 @@ def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folde
 
 
 def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str = OPTIMIZER_FOLDER) -> None:
-    """A bound optimizer's state, and masters that are finer than the weights. A collective."""
+    """Load a bound optimizer's state, and masters of higher precision than the weights. A collective."""
     if loading.has_optimizer(folder):
         engine.training.optimizers.make_room(loading.marks(folder))
     engine.quiesce()
@@ -157,10 +162,10 @@ def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folde
 
 
 def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
-    """`is_ours`, after a look from every rank. A collective.
+    """Return `is_ours` of every rank. A collective.
 
     Raises:
-        CheckpointError: on every rank: only some of them see the folder.
+        CheckpointError: on every rank: only some ranks see the folder.
     """
     with on_all_ranks(wire, f"looking at {folder}") as report:
         report.mine = Path(folder).is_dir(), is_ours(folder)
@@ -168,7 +173,7 @@ def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
     if len(set(answers)) > 1:
         blind = [rank for rank, answer in enumerate(answers) if answer != max(answers)]
         raise CheckpointError(
-            f"{folder} is not there for ranks {blind}, as it is for others: to load from it they all need to see it; use a "
+            f"{folder} is missing on ranks {blind} and exists on others: every rank must see it; use a "
             "shared file system, or copy it to every node"
         )
     return answers[0][1]

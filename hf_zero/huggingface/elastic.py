@@ -1,8 +1,8 @@
-"""A Trainer that is started again on another number of ranks: the rows of a step stay, each rank's share of them changes.
+"""Resume a Trainer on another number of ranks with the same number of rows per step.
 
-The Trainer knows where it is in its data by the number of optimizer steps, and the order of samples depends on seed and epoch
-alone. So any number of ranks goes on with the next sample where a step takes as many rows as before; then the schedule is the
-same one, too. What a step takes is in the checkpoint's manifest.
+The Trainer finds its position in the data by the number of optimizer steps, and the order of samples depends on seed and
+epoch only. With the same rows per step, any number of ranks continues with the next sample under the same schedule. The
+checkpoint's manifest has the rows per step.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.wire import SoloWire
 from ..errors import ConfigError
-from .stock import TrainerBase, replaced
+from .stock import TrainerBase, replaced, show
 
 LATEST = "latest"
-"""`resume_from_checkpoint="latest"`: the newest whole checkpoint of the output folder, a new start where there is none."""
+"""`resume_from_checkpoint="latest"`: the newest complete checkpoint of the output folder, or a fresh start."""
 FACT = "batches"
-"""In a manifest."""
+"""Key in a manifest."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """What an optimizer step takes.
+    """Rows of an optimizer step.
 
     Attributes:
-        asked_rows: `per_device_train_batch_size` as the program has it.
-        asked_accumulation: `gradient_accumulation_steps` as the program has it.
-        rows_per_step: of all ranks and micro-batches.
-        steps_per_epoch: 0 where the data has no length.
+        asked_rows: `per_device_train_batch_size` of the user's arguments.
+        asked_accumulation: `gradient_accumulation_steps` of the user's arguments.
+        rows_per_step: over all ranks and micro-batches.
+        steps_per_epoch: 0 if the data has no length.
     """
 
     asked_rows: int
@@ -50,36 +50,36 @@ class Batches:
 
     @staticmethod
     def of(args: TrainingArguments, steps_per_epoch: int = 0) -> Batches:
-        """As the arguments say, before anything is shared out anew."""
+        """Return the rows of a step as the arguments ask for them."""
         rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         return Batches(rows, accumulation, rows * accumulation * _sharers(args), steps_per_epoch)
 
     @staticmethod
     def of_fact(found: Any) -> Batches | None:
-        """From a manifest; None where it has none, or none that makes sense."""
+        """Read an entry of a manifest; None if it is missing or makes no sense."""
         names = [item.name for item in fields(Batches)]
         if not isinstance(found, Mapping) or not all(type(found.get(name)) is int for name in names):
             return None
         batches = Batches(**{name: found[name] for name in names})
-        most = 1 << 40  # of anything: what a stranger's folder says is not computed with unseen
+        most = 1 << 40  # the folder may come from a stranger
         return batches if all(0 < value < most for value in asdict(batches).values() if value) else None
 
     def shares_its_arguments_with(self, other: Batches) -> bool:
-        """Whether the program asks for the same: then only the number of ranks is another."""
+        """Return whether the user's arguments are the same, so that only the number of ranks differs."""
         mine, theirs = (self.asked_rows, self.asked_accumulation), (other.asked_rows, other.asked_accumulation)
         return mine == theirs
 
 
 def _sharers(args: Any) -> int:
-    """Ranks that take a batch of `per_device_train_batch_size` each; with `split_batches` they share one."""
+    """Return the number of batches of `per_device_train_batch_size` at a time: 1 with `split_batches`, else one per rank."""
     return 1 if args.accelerator_config.split_batches else args.world_size
 
 
 def share_out(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step, such that `ranks` ranks take `rows_per_step` rows in a step.
+    """Return rows per micro-batch and micro-batches per step, so that `ranks` ranks take `rows_per_step` rows in a step.
 
     Args:
-        most_rows: of a micro-batch; what is known to fit into memory. As many of them as divide the rank's rows are taken.
+        most_rows: largest micro-batch that is known to fit into memory.
 
     Raises:
         ConfigError: the rows do not divide by the ranks.
@@ -98,10 +98,10 @@ def share_out(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int]
 
 
 def kept(was: Batches, args: TrainingArguments) -> list[tuple[Any, str, Any]]:
-    """The arguments with which a step takes as many rows as it did: to be `replaced` while training.
+    """Return the arguments, for `replaced` while training, with which a step takes as many rows as before.
 
     Raises:
-        ConfigError: no such arguments; the order of samples depends on them.
+        ConfigError: none exist, or the order of samples depends on them.
     """
     strategy = str(getattr(args, "train_sampling_strategy", ""))
     if strategy == "group_by_length" or getattr(args, "group_by_length", False):
@@ -114,19 +114,19 @@ def kept(was: Batches, args: TrainingArguments) -> list[tuple[Any, str, Any]]:
 
 
 class KeepsBatches(TrainerBase):
-    """A Trainer that knows what its steps take, writes it into its checkpoints, and keeps it on other numbers of ranks."""
+    """A Trainer that saves the rows of a step in checkpoints and keeps them on another number of ranks."""
 
     args: Any
     _zero_batches: Batches | None = None
-    """What a step takes, inside `train`."""
+    """Rows of a step, inside `train`."""
     _zero_batches_were: Batches | None = None
-    """What it took on another number of ranks, where that is kept."""
+    """Rows of a step on the earlier number of ranks, while they are kept."""
 
     @contextmanager
     def _zero_keeping_batches(
         self, wire: SoloWire, resumed: str | os.PathLike[str] | None, keep: bool
     ) -> Iterator[None]:
-        """In here a step takes what the program asks for or, to `keep` it, what it took before the checkpoint `resumed`.
+        """Use the rows per step of the user's arguments inside or, with `keep`, those of the checkpoint `resumed`.
 
         A collective.
 
@@ -138,7 +138,7 @@ class KeepsBatches(TrainerBase):
         now = self._zero_batches = Batches.of(args)
         if resumed is not None and not args.auto_find_batch_size:
             with on_all_ranks(wire, f"reading {Path(resumed)}") as report:
-                # Else it is of plain data parallel; an older version says nothing.
+                # Checkpoints of plain data parallel have no manifest.
                 if wire.rank == 0 and Path(resumed, MANIFEST).is_file():
                     report.mine = Batches.of_fact(Manifest.read(resumed).facts.get(FACT))
             was = report.everyone[0]
@@ -147,12 +147,12 @@ class KeepsBatches(TrainerBase):
             changes = kept(was, args)
             self._zero_batches = self._zero_batches_were = was
             (_, _, rows), (_, _, times) = changes
-            # The stock Trainer copies the argument in `__init__`, and from then on reads its loader's batch from the copy.
+            # The stock Trainer copies the argument in `__init__`, and its loader reads the copy.
             changes.append((self, "_train_batch_size", rows))
             if wire.rank == 0:
                 text = f"{args.world_size} rank(s) share the {was.rows_per_step} rows of a step: {rows} per rank"
                 text += f", {times} times per step" if times > 1 else ""
-                print(f"hf_zero: {text}", file=sys.stderr, flush=True)
+                show(f"hf_zero: {text}", sys.stderr)
         elif was is not None and was.rows_per_step != now.rows_per_step and wire.rank == 0:
             text = (
                 f"a step takes {now.rows_per_step} rows, and took {was.rows_per_step} before the checkpoint: the place in the "
@@ -168,14 +168,14 @@ class KeepsBatches(TrainerBase):
             self._zero_batches_were = None
 
     def _zero_batch_facts(self) -> dict[str, Any]:
-        """For the manifest of a checkpoint."""
+        """Return the entry of a checkpoint's manifest."""
         return {} if self._zero_batches is None else {FACT: asdict(self._zero_batches)}
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any, *others: Any) -> Any:
-        """As the stock Trainer's; notes the number of steps in an epoch.
+        """Compute the stock Trainer's values; record the number of steps in an epoch.
 
         Raises:
-            ConfigError: on every rank: on another number of ranks it is another one.
+            ConfigError: on every rank: the number differs from that of the checkpoint.
         """
         values = super().set_initial_training_values(args, dataloader, *others)
         steps = int(values[1]) if has_length(dataloader) else 0

@@ -1,10 +1,9 @@
-"""`from_pretrained` inside `zero.Init`: each rank reads its own elements of every parameter, and no others.
+"""`from_pretrained` inside `zero.Init`: each rank reads only its own elements of every parameter.
 
-The stock loader says what belongs where (`planned_load`); the bytes are read here. What a file holds as it is needed is
-read in ranges, or left there (`Init(offload_params="disk")`); what must be computed from whole tensors is computed group by
-group and cut at once; buffers are read whole. Before and after, everything is transformers' own: its report, missing keys,
-ties. Files that are not safetensors, state dicts and quantised models take the stock path, parameter by parameter under the
-eyes of `zero.Init`.
+The stock loader decides which tensor belongs where (`planned_load`); the bytes are read here. Placed parameters are read as
+byte ranges, or stay in the files (`Init(offload_params="disk")`). Computed ones are converted from full tensors, one group
+at a time, and sliced at once. Buffers are read in full. The report, missing keys and ties are transformers' own code. Files
+that are not safetensors, state dicts and quantized models take the stock path, and `zero.Init` slices each parameter.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .weights import EXTRA_STATE, PlannedLoad, planned_load
 
 
 def reading(init: Init) -> AbstractContextManager[object]:
-    """While it is entered, transformers' loader is this one."""
+    """Replace transformers' loader inside."""
     stock = PreTrainedModel._load_pretrained_model
     finalize = PreTrainedModel._finalize_model_loading
     stock_initialize = PreTrainedModel._initialize_missing_keys
@@ -56,7 +55,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
             answer = _load(init, model, files, config), None
         else:
             answer = stock(*args, **kwargs)
-        init.align_random_states()  # what is missing is drawn next
+        init.align_random_states()  # missing weights are drawn next
         return answer
 
     def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +87,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
 
 
 def _check_drawn(wire: SoloWire, model: Any, missing: Mapping[str, nn.Parameter]) -> None:
-    """What was NaN before the model's own code initialised it is so no more."""
+    """Raise if a missing parameter is still NaN after the model's own code initialized it."""
     mine = []
     for param in missing.values():
         birth = birth_of(param)
@@ -109,7 +108,7 @@ def _refuse_undrawn(model: Any, names: Sequence[str]) -> None:
 
 
 def _readable(model: PreTrainedModel, files: Sequence[str], config: Any) -> bool:
-    """Whether the files are safetensors and the model's parameters plain."""
+    """Return whether the files are safetensors and the model's parameters plain."""
     return (
         all(str(file).endswith(".safetensors") for file in files)
         and config.hf_quantizer is None
@@ -149,10 +148,10 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
 
 
 class _Filling:
-    """The stand-ins that a planned load left in a model become born parameters and buffers with values.
+    """Replace the meta tensors of a planned load by deferred parameters, and by buffers with values.
 
     Args:
-        stamps: of the files, to leave there what can be; None: everything is read.
+        stamps: of the files whose weights stay on disk where possible; None: read everything.
     """
 
     def __init__(
@@ -172,14 +171,14 @@ class _Filling:
         self._meter = Meter()
 
     def read(self, planned: PlannedLoad, wrong: set[str]) -> None:
-        """Without communication. Names in `wrong` are left as they are: their shapes do not fit."""
+        """Read without communication. Skips names in `wrong`, whose shapes do not fit."""
         wanted: list[Held] = []
         places: dict[str, list[Extent[Stored]]] = {}
         computed: dict[str, Tensor] = {}
         for name, result in planned.results.items():
             if name in wrong:
                 continue
-            pieces = planned.trace.pieces(result)
+            pieces = planned.conversions.pieces(result)
             if pieces is None:
                 computed[name] = result
                 continue
@@ -190,7 +189,7 @@ class _Filling:
             else:
                 wanted.append(self._room(name, result))
         self.reader.read(ranges_of(wanted, places))
-        for conversion in planned.trace.conversions(computed):
+        for conversion in planned.conversions.computed(computed):
             values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
             for name, value in conversion.convert(values).items():
                 _, room = self._room(name, computed[name])
@@ -200,7 +199,7 @@ class _Filling:
             self._plant(name, planned.results[name])
 
     def _origin(self, name: str, stand_in: Tensor, places: Sequence[Extent[Stored]]) -> OnDisk | None:
-        """A parameter's elements in the files; None where they must be read now."""
+        """Return a parameter's elements in the files; None if they must be read now."""
         if self._stamps is None or not places or not self._is_parameter(name):
             return None
         if any(dtype_of(item.source.dtype) != stand_in.dtype for item in places):
@@ -219,7 +218,7 @@ class _Filling:
         return torch.device(get_device(self._device_map, name, valid_torch_device=True))
 
     def _room(self, name: str, stand_in: Tensor) -> Held:
-        """1-D memory for what this rank holds of a parameter or buffer, and which elements these are."""
+        """Return 1-D memory for this rank's elements of a parameter or buffer, and which elements these are."""
         numel = stand_in.numel()
         low, high = slice_bounds(numel, self._wire.rank, self._wire.size) if self._is_parameter(name) else (0, numel)
         own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
@@ -245,15 +244,15 @@ class _Filling:
         else:
             own, trained = self._own[name], module._parameters[last].requires_grad
             value = born(stand_in.shape, own.dtype, own, self._wire, device=own.device, requires_grad=trained)
-        value._is_hf_initialized = True  # transformers' own word for: not to be drawn again
+        value._is_hf_initialized = True  # transformers does not initialize it again
         setattr(module, last, value)
 
 
 def _tie(wire: SoloWire, model: Any, planned: PlannedLoad, what: str) -> None:
-    """Tied parameters that the files have under both names: one parameter if equal, as the stock loader finds.
+    """Tie parameters that the files have under both names if they are equal, as the stock loader does.
 
-    It would compare whole values. Where the slices are equal it is told that one of the two is missing; where they are not,
-    it compares, warns, and leaves them untied.
+    The stock loader would compare full values. If all slices are equal, report one name as missing to it; else it compares,
+    warns and leaves them untied.
     """
     info = planned.info
     wrong = {item[0] for item in info.mismatched_keys}

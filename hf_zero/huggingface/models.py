@@ -1,6 +1,6 @@
-"""What transformers', PEFT's and TRL's own objects do a little differently once a model is sharded.
+"""Methods of transformers and PEFT models that are replaced on a sharded model.
 
-Apart from what knows the Trainer, which brings datasets, pandas and PEFT with it: a plain loop needs none of them.
+Separate from the code that imports the Trainer, which imports datasets, pandas and PEFT: a plain loop needs none of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .stock import own_types, replaced
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:
-    """Put these methods on the instances, in a model that an Accelerator has sharded."""
+    """Replace methods on the instances of a model that an Accelerator has sharded."""
     specs = [slot.spec for unit in engine.layout.units for span in unit.spans for slot in span.slots]
     root = weakref.ref(model)
     if any(spec.compute_dtype != spec.dtype for spec in specs):
@@ -49,11 +49,11 @@ def adopt_model(model: nn.Module, engine: Engine) -> None:
 
 
 _WRITE_WHOLE_WEIGHTS = ("merge_and_unload", "merge_adapter", "unmerge_adapter")
-"""Methods of PEFT's tuners that compute with whole weights and write them."""
+"""Methods of PEFT's tuners that read and write full weights."""
 
 
 def _unsharded(root: weakref.ref[nn.Module], method: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A collective. What it writes are the weights from then on, as of a model that is not sharded."""
+    """Run `method` on the unsharded model and keep what it writes. A collective."""
     model = root()
     with nullcontext() if model is None else unsharded(model):
         return method(self, *args, **kwargs)
@@ -62,7 +62,7 @@ def _unsharded(root: weakref.ref[nn.Module], method: Any, self: nn.Module, *args
 def _save_in_own_types(
     root: weakref.ref[nn.Module], dtypes: Mapping[str, torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> Any:
-    """config.json's `dtype` is the first parameter's, which may be bfloat16 just now; the file holds its own type."""
+    """Save with the dtype of the file in config.json; the first parameter may be gathered in bfloat16 at this moment."""
     model = root()
     shown: AbstractContextManager[None] = nullcontext() if model is None else replaced(own_types(model, dtypes))
     with shown:
@@ -70,7 +70,7 @@ def _save_in_own_types(
 
 
 def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """PEFT casts an adapter after loading by replacing its parameters; the engine would lose sight of them."""
+    """Load an adapter without PEFT's cast, which replaces parameters that the engine must keep."""
     method = type(self).load_adapter
     call = inspect.signature(method).bind(self, *args, **kwargs)
     name = call.arguments["adapter_name"]
@@ -82,9 +82,7 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def empty_model(name: str | Config) -> nn.Module:
-    """The architecture of a name of `plan.configs.CONFIGS`, else of a Hub id or local folder, on the meta device: names, shapes
-    and ties, no weights are read.
-    """
+    """Return the model of a built-in name, a Hub id or a local folder on the meta device; no weights are read."""
     known = CONFIGS.get(name.lower()) if isinstance(name, str) else name
     config: Any
     if known is None and isinstance(name, str):
@@ -109,10 +107,10 @@ def empty_adapter(folder: str, base: nn.Module) -> nn.Module:
     with needs("examples"):
         from peft import PeftConfig, get_peft_model
     config: Any = PeftConfig.from_pretrained(folder)
-    config.inference_mode = False  # as it is trained
+    config.inference_mode = False  # with trainable parameters
     if isinstance(getattr(config, "init_lora_weights", None), str):
-        config.init_lora_weights = True  # others compute with the base's values
+        config.init_lora_weights = True  # other methods read the base's values
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of how it would train
+        warnings.simplefilter("ignore")  # warnings about training
         model: nn.Module = get_peft_model(base, config)
     return model

@@ -1,12 +1,13 @@
-"""accelerate: `ZeroPlugin`, the one argument that turns a stock Accelerator, and the Trainer around it, into ours.
+"""`ZeroPlugin`: the one argument that shards the models of a stock Accelerator or Trainer.
 
-`Accelerator(parallelism_config=...)` hands the *live* accelerator to `ParallelismConfig._validate_accelerator`. `ZeroPlugin`
-uses that moment to change its class to one with `ZeroAcceleratorMixin` in front. docs/DESIGN.md lists what else is replaced.
-`ZeroAccelerator(zero_plugin=...)` says the same thing out loud.
+`Accelerator(parallelism_config=...)` passes itself to `ParallelismConfig._validate_accelerator`, where `ZeroPlugin` puts
+`ZeroAcceleratorMixin` in front of its class. docs/DESIGN.md lists what else is replaced. `ZeroAccelerator(zero_plugin=...)`
+is the same, explicitly.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from dataclasses import dataclass, fields
@@ -15,24 +16,31 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 
+from ..comm.group_wire import rank_count
 from ..config import ZeroConfig, explains_names, setting
 from ..errors import ConfigError
 from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer
-from .arguments import ACCELERATE_STATE, check_counts, refuse
+from .arguments import ACCELERATE_STATE, ONE_RANK, check_counts, refuse
 from .stock import put_in_front
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @explains_names()
 @dataclass(kw_only=True, repr=False)
 class ZeroPlugin(ParallelismConfig):
-    """`Accelerator(parallelism_config=ZeroPlugin(stage=3))`; the same argument in `TrainingArguments`.
+    """Shard models with ZeRO: pass it as `parallelism_config` of an `Accelerator` or of `TrainingArguments`.
 
-    The fields are those of `ZeroConfig`, one to one. Pure data: it is pickled with the training arguments. The sizes of
-    the base class stay 1, so that accelerate builds no device mesh and splits data as for plain data parallel.
+    The fields are those of `ZeroConfig`. The plugin is pickled with the training arguments. The sizes of the base class stay
+    1, so that accelerate builds no device mesh and splits data as for plain data parallel.
 
     Raises:
-        ConfigError: a bad value; a tensor, context or sequence parallel size; an Accelerator that exists already, which
-            would ignore the plugin.
+        ConfigError: a bad value; a tensor, context or sequence parallel size; an Accelerator exists already and would
+            ignore the plugin.
+
+    Example:
+        >>> args = TrainingArguments("out", parallelism_config=zero.ZeroPlugin(stage=3))
+        >>> accelerator = Accelerator(parallelism_config=zero.ZeroPlugin(stage=3, offload_optimizer="cpu"))
     """
 
     stage: int = setting("stage")
@@ -50,7 +58,7 @@ class ZeroPlugin(ParallelismConfig):
     step_in_backward: bool = setting("step_in_backward")
     stall_s: float = setting("stall_s")
     debug: bool = setting("debug")
-    is_of_flags = False  # no field: whether `ZeroTrainingArguments` made it
+    is_of_flags = False  # not a field; True if `ZeroTrainingArguments` made the plugin
 
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):
@@ -78,7 +86,7 @@ class ZeroPlugin(ParallelismConfig):
             raise ConfigError(f"ZeroPlugin takes no {name} (found {value!r}): remove it")
 
     def _refuse_older_accelerator(self) -> None:
-        """accelerate keeps its first configuration for the whole process: a later plugin is dropped without a word."""
+        """Refuse a late plugin: accelerate silently keeps its first configuration for the whole process."""
         state = AcceleratorState._shared_state
         if not state or state == PartialState._shared_state:
             return
@@ -90,7 +98,7 @@ class ZeroPlugin(ParallelismConfig):
         if not isinstance(older, ZeroPlugin):
             raise ConfigError(f"an Accelerator exists already and would ignore this ZeroPlugin: {remedy}")
         if older.config != self.config:
-            # TrainingArguments resets accelerate's state by itself, so this may be fine: warn, don't raise.
+            # TrainingArguments resets accelerate's state, so this may be fine: warn only.
             warnings.warn(
                 f"an Accelerator exists already, with {older}; one built now would keep that and ignore {self}: "
                 f"{remedy}",
@@ -99,7 +107,7 @@ class ZeroPlugin(ParallelismConfig):
 
     @property
     def config(self) -> ZeroConfig:
-        """The engine's settings."""
+        """Return the engine's settings."""
         return ZeroConfig(**{field.name: getattr(self, field.name) for field in fields(ZeroConfig)})
 
     def __repr__(self) -> str:
@@ -109,29 +117,37 @@ class ZeroPlugin(ParallelismConfig):
         return f"ZeroPlugin({', '.join(shown)})"
 
     def to_json(self) -> dict[str, Any]:
-        """What `TrainingArguments.to_dict` shows."""
+        """Return the settings for `TrainingArguments.to_dict`."""
         return self.config.to_dict()
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        # Not super(): it would claim the ranks for its own replicate dimension and refuse CPU ranks.
-        # accelerate calls this in `Accelerator.__init__` once `state` is there, before it sets its lists of models and
+        # Not super(): it would use the ranks for its replicate dimension and refuse CPU ranks.
+        # accelerate calls this in `Accelerator.__init__` after it set `state`, and before its lists of models and
         # optimizers, the scaler and the gradient state: only `state` may be read here.
         refuse(ACCELERATE_STATE, accelerator.state)
         check_counts(accelerator.state.num_processes)
         cls = type(accelerator)
         accelerator.__class__ = ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
         accelerator.zero_plugin, accelerator.zero_config = self, self.config
-        adopt_calling_trainer()
+        in_trainer = adopt_calling_trainer()  # its start screen says so itself
+        if not in_trainer and rank_count()[0] == 1 and "RANK" not in os.environ and not self.config.offloads:
+            _LOGGER.warning("hf_zero: %s", ONE_RANK)
 
 
-# What a Trainer pickles into training_args.bin names the place that stays, wherever this file is moved.
+# training_args.bin pickles this name, so it must not depend on the file.
 ZeroPlugin.__module__ = "hf_zero"
 
 
 class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
-    """`ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`: the Accelerator, the plugin an argument of its own."""
+    """An Accelerator with a plugin: `ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`."""
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        settings = [name for name in kwargs if name.removeprefix("zero_") in ZeroConfig.__dataclass_fields__]
+        if settings:
+            bare = settings[0].removeprefix("zero_")
+            raise ConfigError(
+                f"ZeroAccelerator has no argument {settings[0]!r}: pass zero_plugin=ZeroPlugin({bare}={kwargs[settings[0]]!r})"
+            )
         given = kwargs.pop("parallelism_config", None)
         if given is not None and zero_plugin is not None:
             raise ConfigError("pass the plugin once: zero_plugin or parallelism_config")

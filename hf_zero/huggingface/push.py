@@ -1,22 +1,29 @@
-"""Uploads of a Trainer: no half-written saves, no older weights that a reader would prefer, and the user's card is kept."""
+"""Uploads of a Trainer: skip unfinished saves, remove outdated weights of the same kind, keep the user's card."""
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 from transformers.utils.hub import hf_api
 
 from ..checkpoint.folder import SUFFIX
-from ..checkpoint.hub import Changes, list_files
+from ..checkpoint.hub import Changes, RunFacts, list_files
 from ..checkpoint.kinds import refuse_other_weights
-from .stock import replaced
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.save import Saving
+from ..comm.agree import on_all_ranks
+from ..comm.group_wire import home_device, open_wire
+from .callback import write_card
+from .stock import TrainerBase, replaced
 from .weights import AdapterFormat, hub_format
 
 
 def uploading() -> AbstractContextManager[None]:
-    """Uploads list the output folder in a thread of their own, while the next checkpoint may be staged in it."""
+    """Replace `upload_folder` inside, so that an upload skips the checkpoint that is staged in the output folder."""
     api: Any = hf_api()
 
     def upload_folder(run_as_future: bool = False, **kwargs: Any) -> Any:
@@ -34,7 +41,7 @@ def check_kind(trainer: Trainer, token: str | None = None, revision: str | None 
     """Check the Trainer's repository before the work.
 
     Raises:
-        ConfigError: the Trainer's repository holds weights of another kind than it will push.
+        ConfigError: the repository holds weights of another kind than the Trainer will push.
     """
     name = getattr(trainer, "hub_model_id", None)
     if name is None or trainer.model is None:
@@ -44,3 +51,52 @@ def check_kind(trainer: Trainer, token: str | None = None, revision: str | None 
     kind = "adapter_model" if isinstance(hub_format(trainer.model), AdapterFormat) else "model"
     remedy = "Choose another hub_model_id or hub_revision, or remove these files on the Hub"
     refuse_other_weights(present, {f"{kind}.safetensors"}, f"{name} on the Hub", remedy)
+
+
+class Pushes(TrainerBase):
+    """A Trainer that pushes complete checkpoints and writes hf_zero's model card."""
+
+    args: Any
+    _zero_saving: Saving | None = None
+    """The checkpoint that is being saved."""
+    _zero_push = False
+    """The stock code asked for a push of this checkpoint."""
+    _zero_facts: RunFacts | None = None
+
+    if TYPE_CHECKING:
+
+        def _zero_wait_for_save(self) -> None: ...
+
+    @property
+    def _zero_output(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push as the stock Trainer does, with hf_zero's model card. Call it on every rank."""
+        self._zero_wait_for_save()
+        with on_all_ranks(open_wire(home_device()), "pushing to the Hub"):
+            if self.is_world_process_zero():
+                if self.hub_model_id is None:
+                    self.init_hf_repo(token=kwargs.get("token"))
+                check_kind(self, kwargs.get("token"), kwargs.get("revision"))
+        with uploading():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._zero_saving is not None:
+            self._zero_push = True  # after the rename
+            return None
+        if self.is_world_process_zero():
+            # The stock code copies the checkpoint's weights over those that this manifest describes.
+            (self._zero_output / MANIFEST).unlink(missing_ok=True)
+        with uploading():
+            return super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write hf_zero's card of `output_dir`: data, metrics, stage, memory, how to load. A subclass's own card stays."""
+        folder, facts = self._zero_output, self._zero_facts
+        stock: Any = super().create_model_card
+        if facts is None or stock.__func__ is not Trainer.create_model_card:
+            stock(*args, **kwargs)
+        elif self.is_world_process_zero():
+            write_card(self, folder, inspect.signature(Trainer.create_model_card).bind(self, *args, **kwargs).arguments)

@@ -1,20 +1,18 @@
-"""What a Trainer does differently when its model is sharded: its checkpoints, resuming from them, and the model card.
+"""`ZeroTrainerMixin`: checkpoints, resuming and the model card of a Trainer with a sharded model.
 
-A stock `Trainer` whose `TrainingArguments` carry a `ZeroPlugin` needs nothing more. While it builds its Accelerator the
-plugin finds it (`adopt_trainer`) and puts `ZeroTrainerMixin` in front of its class, as it does with the Accelerator
-itself; `ZeroTrainer` and `zero_trainer_cls` do so explicitly. docs/DESIGN.md lists what of transformers is replaced, and when.
+A stock `Trainer` whose `TrainingArguments` have a `ZeroPlugin` needs no change: while it builds its Accelerator,
+`adopt_trainer` puts the mixin in front of its class. `ZeroTrainer` and `zero_trainer_cls` do so explicitly.
+docs/DESIGN.md lists what of transformers is replaced and overridden.
 
-A checkpoint is one `Saving`: the stock code runs with the staged folder for its output folder and writes its own small
-files there, all ranks put weights and optimizer state beside them, and the whole appears as `checkpoint-N` by one rename.
-What the stock code does with a checkpoint it has written (push it, drop older ones) waits until then. The folder is one of
-`from_pretrained`, readable at any stage and number of ranks by every Trainer that has the plugin, as are those of plain data
-parallel. The other way only the weights go: plain data parallel stops at the `optimizer.pt` that it does not find.
+A checkpoint is one `Saving`. The stock code writes its small files into the staged folder, every rank writes weights and
+optimizer state there, and one rename makes `checkpoint-N` appear. Pushes and the rotation of older checkpoints run
+afterwards. `from_pretrained` reads the folder. A Trainer with the plugin resumes from it at any stage and number of ranks,
+and from checkpoints of plain data parallel. Plain data parallel can read only the weights: it needs an `optimizer.pt`.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import shutil
 import sys
@@ -26,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -33,7 +33,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort
 
 from ..checkpoint.files import Field
 from ..checkpoint.folder import Occupancy, recover
-from ..checkpoint.hub import RunFacts
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.save import Saving
@@ -46,7 +45,7 @@ from ..runtime.checkpoints import load_state
 from ..runtime.engine import Engine, engine_of
 from ..runtime.passes.autocast import shown_in
 from .arguments import TRAINING_ARGUMENTS, refuse
-from .callback import MeasuredLogs, PreemptionCallback, calling_trainer, facts_of, write_card
+from .callback import MeasuredLogs, PreemptionCallback, ZeroCallback, calling_trainer, facts_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
@@ -59,38 +58,33 @@ from .checkpoints import (
     put_as,
 )
 from .elastic import LATEST, KeepsBatches
-from .push import check_kind, uploading
-from .stock import TrainerBase, put_in_front, replaced
+from .push import Pushes, check_kind
+from .stock import TrainerBase, put_in_front, replaced, show
 
-# Older releases of transformers (5.17 is one) do not let other ranks than the writing one into `_save`.
-_WRITER_ONLY = "is_distributed_loading_by_transformers" not in Trainer._save.__code__.co_names
+# Before 5.23, `Trainer.save_model` calls `_save` on the writing rank only.
+_WRITER_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
-class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
-    """What differs from the stock Trainer. Put in front: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
+class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, Pushes, TrainerBase):
+    """Override what a sharded model needs: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
-    Saving and loading are collectives: `save_model` must be called on every rank (as the stock Trainer's documentation
-    asks for sharded models); called on one alone it waits for the others, and says after a minute which have not come.
+    Saving and loading are collectives: call `save_model` on every rank, as the stock Trainer's documentation asks for
+    sharded models. Called on one rank, it waits for the others and raises an error that names them.
     """
 
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    _zero_saving: Saving | None = None
-    """The checkpoint that is being put together."""
-    _zero_push = False
-    """The stock code wants it pushed."""
     _zero_resuming = False
-    """Inside `train(resume_from_checkpoint=...)`: weights come when there is an engine to take them."""
+    """Inside `train`: weights are loaded later, when the engine exists."""
     _zero_resumed: str | os.PathLike[str] | None = None
-    """The folder that training goes on from."""
+    """The folder that training resumes from."""
     _zero_saved = False
-    """Where the stock `save_model` calls `_save` on the writing rank only: this rank has taken part."""
-    _zero_facts: RunFacts | None = None
+    """This rank has saved already; the stock `save_model` may call `_save` on the writing rank again."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if not hasattr(self.accelerator, "zero_config"):  # set where its class is changed
+        if not hasattr(self.accelerator, "zero_config"):  # the plugin sets it
             raise ConfigError(
                 f"{type(self).__name__} needs a ZeroPlugin: use ZeroTrainingArguments, or "
                 "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)). If that is done, an Accelerator was built "
@@ -99,8 +93,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         _check_arguments(self.args)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # What is offloaded goes there unit by unit, when the model is sharded; the whole may not fit. The stock code comes here
-        # from `__init__` and, with `model_init` or full evaluation in 16 bits, from `train`: always before `prepare`.
+        # With offload, `prepare` moves the model unit by unit, because all of it may not fit. The stock code calls this from
+        # `__init__` and, with `model_init` or full evaluation in 16 bits, from `train`: always before `prepare`.
         if not self.accelerator.zero_config.offloads:
             super()._move_model_to_device(model, device)
 
@@ -108,15 +102,11 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         return engine_of(self.model)
 
     @property
-    def _zero_output(self) -> Path:
-        return Path(str(self.args.output_dir))
-
-    @property
     def _zero_series(self) -> CheckpointSeries:
         return CheckpointSeries(self._zero_output, f"{PREFIX_CHECKPOINT_DIR}-", TRAINER_STATE_NAME)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock Trainer evaluates the module itself, not the one that DDP wraps: buffers are each rank's own there."""
+        """Evaluate with each rank's own buffers, as the stock Trainer does: it evaluates the module inside DDP."""
         with self._zero_full_eval():
             engine = self._zero_engine()
             with nullcontext() if engine is None else engine.buffers.apart():
@@ -124,9 +114,9 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
 
     @contextmanager
     def _zero_full_eval(self) -> Iterator[None]:
-        """`bf16_full_eval` and `fp16_full_eval`, outside of `train` as in the stock code, which rounds the model for good.
+        """Apply `bf16_full_eval` and `fp16_full_eval` outside of `train`; restore the parameters afterwards.
 
-        Here it is as it was afterwards, and is trained as if it had not been evaluated.
+        The stock code rounds them permanently.
         """
         args = self.args
         dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
@@ -145,20 +135,20 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
     # -- training --
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the stock Trainer's. `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
+        """Train as the stock Trainer does. `resume_from_checkpoint=True` takes the newest complete checkpoint.
 
-        Every byte of it is checked first; folders that are passed over are named in a warning. A checkpoint of any stage
-        and number of ranks will do, and one of plain data parallel too.
+        Its digests are checked first; a warning names folders that are skipped. The checkpoint may be of any stage and
+        number of ranks, or of plain data parallel.
 
-        `"latest"` is for a job that is started again by itself (`torchrun --max-restarts`): the same, a new start where there
-        is no checkpoint yet, and on another number of ranks a step takes the rows that it took before. Where the program's
-        batch size and accumulation are those of the checkpoint, they are shared out anew: each rank takes its part of the
-        rows, in micro-batches no larger than before. Each sample still comes once per epoch, under the same schedule.
+        `"latest"` is for a job that restarts by itself (`torchrun --max-restarts`): it starts fresh without a checkpoint, and
+        keeps the rows of a step on another number of ranks. If batch size and accumulation are those of the checkpoint, each
+        rank takes its part of the rows, in micro-batches no larger than before. Each sample still comes once per epoch, under
+        the same schedule.
 
         Raises:
-            CheckpointError: on every rank: what to resume from is damaged, or all there is; another job is training into
-                the same `output_dir`.
-            ConfigError: on every rank: with "latest", a step's rows do not divide by the ranks there are now.
+            CheckpointError: on every rank: every checkpoint, or the given one, is damaged; another job trains into the
+                same `output_dir`.
+            ConfigError: on every rank: with "latest", the number of ranks does not divide a step's rows.
         """
         wire = open_wire(home_device(), self.accelerator.zero_config.stall_s)
         alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
@@ -177,8 +167,10 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         elastic = resume_from_checkpoint == LATEST
         if resume_from_checkpoint is True or elastic:
             newest = self._zero_series.newest_whole(wire)
-            # Without one, True stays: the stock code says that there is none.
+            # Without one, True stays: the stock code raises an error.
             resume_from_checkpoint = str(newest) if newest is not None else None if elastic else True
+            if newest is None and elastic and wire.rank == 0:
+                show(f"hf_zero: no checkpoint in {self._zero_output}: training starts from the beginning", sys.stderr)
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
             with on_all_ranks(wire, f"resuming from {folder}"):
@@ -190,9 +182,11 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
                     check_sizes(folder)
             if folder.is_dir() and not ours and wire.rank == 0:
                 warnings.warn(
-                    f"{folder} has no {MANIFEST}: it is of plain data parallel, and nothing vouches for its bytes",
+                    f"{folder} has no {MANIFEST}: it is of plain data parallel, and its bytes cannot be verified",
                     stacklevel=2,
                 )
+        if not any(isinstance(callback, ZeroCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(ZeroCallback())
         self._zero_resumed = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._zero_resuming = True
         try:
@@ -201,13 +195,26 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
                 self._zero_keeping_batches(wire, self._zero_resumed, elastic),
             ):
                 out = super().train(resume_from_checkpoint, *args, **kwargs)
+        except KeyboardInterrupt:
+            if wire.rank == 0:
+                show(self._zero_how_to_continue(), sys.stderr)
+            raise
         finally:
             self._zero_resuming = False
         self._zero_wait_for_save()
         return out
 
+    def _zero_how_to_continue(self) -> str:
+        newest = max(self._zero_series.folders(), default=None, key=lambda folder: int(folder.name.rpartition("-")[2]))
+        if newest is None:
+            return f"hf_zero: interrupted; no checkpoint in {self._zero_output}"
+        return (
+            f"hf_zero: interrupted; the newest checkpoint is {newest}. Continue with "
+            f'trainer.train(resume_from_checkpoint="{LATEST}")'
+        )
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing, where what is resumed had come to its last step; the stock code would take one step more."""
+        """Skip training if the checkpoint is at the last step; the stock code would take one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
@@ -216,7 +223,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._zero_wait_for_save()
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        # The stock code now drops all checkpoints but the best, unseen: not if that is damaged.
+        # The stock code now removes all checkpoints but the best. Keep them if the best is damaged.
         if limit == 1 and best is not None and self._zero_engine() is not None:
             wire = open_wire(home_device())
             reason = self._zero_series.why_broken(wire, Path(best))
@@ -232,9 +239,9 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
     # -- saving --
 
     def _get_output_dir(self, trial: Any) -> str:
-        """While a checkpoint is put together: where it is."""
-        # What the stock `_save_checkpoint` does with the answer: it adds checkpoint-N, looks there for the best one, and drops
-        # older ones, of which this folder has none. Of the run's own they would be gone before this checkpoint is whole.
+        """Return the staged folder while a checkpoint is saved."""
+        # The stock `_save_checkpoint` adds checkpoint-N to it, searches it for the best one, and removes older ones. The staged
+        # folder has none; in the run's folder, older ones would be removed before this checkpoint is complete.
         if self._zero_saving is not None:
             return str(self._zero_saving.folder.parent)
         return super()._get_output_dir(trial)
@@ -255,7 +262,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
                     )
                 self._zero_saving, self._zero_push = saving, False
                 try:
-                    # Its collectives are this class's own and fail on all ranks together; the rest it does alone.
+                    # Its collectives are methods of this class, which fail on all ranks together.
                     with on_all_ranks(engine.wire, f"saving to {target}"):
                         parent._save_checkpoint(model, trial)
                 finally:
@@ -271,7 +278,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         return None
 
     def _zero_name_best(self, saving: Saving, run_dir: str, target: str) -> None:
-        """The stock code looked for the best checkpoint beside the staged folder."""
+        """Set the path of the best checkpoint, which the stock code searched in the staged folder."""
         if self.state.best_global_step:
             best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if best == target or os.path.exists(best):
@@ -281,7 +288,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
             self.state.save_to_json(str(path))
 
     def _zero_after(self, engine: Engine, run_dir: str, target: str, then: TrainerState, push: bool) -> None:
-        """The checkpoint is there: push it, drop older ones. `then` is the state in it, for the push."""
+        """Push the complete checkpoint and remove older ones. `then` is the state in it, for the push."""
         with on_all_ranks(engine.wire, f"after saving {target}"):
             if not self.args.should_save or not os.path.exists(os.path.join(target, MANIFEST)):
                 return
@@ -296,7 +303,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
             self._zero_series.rotate(folders, self.args.save_total_limit, keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the stock Trainer's, with the weights of all ranks. A collective: call it on every rank."""
+        """Save as the stock Trainer does, with the weights of all ranks. A collective: call it on every rank."""
         if not _WRITER_ONLY or self.args.should_save or self._zero_engine() is None:
             return super().save_model(output_dir, _internal_call)
         self._zero_saved = False
@@ -308,10 +315,10 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
             self._zero_saved = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Weights from all ranks, the rest as the stock code on rank 0 writes it. A collective.
+        """Save weights of all ranks, and the stock code's other files on rank 0. A collective.
 
         Raises:
-            CheckpointError: on every rank; what was in the folder is still there.
+            CheckpointError: on every rank; the folder keeps its content.
         """
         engine = self._zero_engine()
         if engine is None:
@@ -339,21 +346,21 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
                 card = saving.target / "README.md"
                 if card.exists() and hasattr(self.model, "create_or_update_model_card"):  # PEFT adds to it
                     shutil.copyfile(card, saving.folder / card.name)
-                if state is not None:  # values that the caller has gathered
+                if state is not None:  # the caller has gathered values
                     stock(str(saving.folder), state)
         if state is None:
             put_as(saving, engine, lambda: stock(str(saving.folder), None))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """State of the optimizer from all ranks, the scheduler's as the stock code writes it; no `optimizer.pt`."""
+        """Save the optimizer's state of all ranks, and the scheduler as the stock code does; no `optimizer.pt`."""
         engine, saving = self._zero_engine(), self._zero_saving
         if engine is None or saving is None or engine.optimizer is not bare_optimizer(self.optimizer):
             return super()._save_optimizer_and_scheduler(output_dir)
         saving.optimizer(engine.optimizer_state(bare_optimizer(self.optimizer)), max_shard_size=MAX_SHARD_SIZE)
         parent: Any = super()
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
-            # The stock code writes both in one method: optimizer.pt gets an empty state, and goes again. With the true one it
-            # would be a collective that only the writing rank calls.
+            # The stock method writes both files. optimizer.pt gets an empty state and is removed: the optimizer's
+            # state_dict() is a collective, and only the writing rank calls it.
             with replaced([(self.optimizer, "state_dict", dict)]):
                 parent._save_optimizer_and_scheduler(output_dir)
             if self.args.should_save:
@@ -363,18 +370,17 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
     # -- loading --
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights of a checkpoint of ours. In `train` the model is not sharded yet: they come with the optimizer's state."""
+        """Load weights of a checkpoint with a manifest. In `train`, they are loaded later with the optimizer's state."""
         if not is_ours(resume_from_checkpoint):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # In `train` the stock code loads weights before `accelerator.prepare`, and calls `_load_optimizer_and_scheduler` after
-        # it whenever it resumes, whatever files there are: that is where ours are loaded, into slices. Read here, they would
-        # be whole on every rank.
+        # In `train` the stock code loads weights before `accelerator.prepare`, and always calls `_load_optimizer_and_scheduler`
+        # after it: weights are loaded there, into slices. Here, every rank would load all of them.
         if self._zero_resuming:
             return None
         if self._zero_engine() is None:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         engine = self._zero_engine()
-        if engine is None:  # a stage that has no engine for evaluation
+        if engine is None:  # this stage evaluates without an engine
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._zero_wait_for_save()
         return load_weights(Loading(engine.wire, resume_from_checkpoint), engine)
@@ -399,18 +405,18 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
                 loaded = True
         single = Path(checkpoint, OPTIMIZER_NAME)
         if not ours and bound and single.is_file():
-            # Into host memory, file-backed; the stock Trainer would put the whole state on every device.
+            # Memory-mapped; the stock Trainer would copy the full state to every device.
             self.optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
             loaded = True
         if not bound:
             return super()._load_optimizer_and_scheduler(checkpoint)
         if engine.rank == 0 and self._zero_resuming:
             what = "" if loaded else ", its weights only"
-            print(f"hf_zero: resumed from {Path(checkpoint).name}{what} ({checkpoint})", file=sys.stderr, flush=True)
+            show(f"hf_zero: resumed from {Path(checkpoint).name}{what} ({checkpoint})", sys.stderr)
         if not loaded:
             if engine.rank == 0:
                 warnings.warn(
-                    f"{checkpoint} holds no optimizer state (saved with save_only_model?): training goes on with a fresh "
+                    f"{checkpoint} holds no optimizer state (saved with save_only_model?): training continues with a fresh "
                     "optimizer and schedule",
                     stacklevel=2,
                 )
@@ -429,59 +435,28 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
             return super()._load_best_model()
         return load_weights(Loading(engine.wire, best), engine)
 
-    # -- the Hub --
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock Trainer's, with hf_zero's model card. On every rank."""
-        self._zero_wait_for_save()
-        with on_all_ranks(open_wire(home_device()), "pushing to the Hub"):
-            if self.is_world_process_zero():
-                if self.hub_model_id is None:
-                    self.init_hf_repo(token=kwargs.get("token"))
-                check_kind(self, kwargs.get("token"), kwargs.get("revision"))
-        with uploading():
-            return super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._zero_saving is not None:
-            self._zero_push = True  # when it is there
-            return None
-        if self.is_world_process_zero():
-            # The stock code copies the checkpoint's weights over those that this would describe.
-            (self._zero_output / MANIFEST).unlink(missing_ok=True)
-        with uploading():
-            return super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """hf_zero's card, of what is in `output_dir`: data, metrics, stage, memory, how to load. A subclass's own stays."""
-        folder, facts = self._zero_output, self._zero_facts
-        stock: Any = super().create_model_card
-        if facts is None or stock.__func__ is not Trainer.create_model_card:
-            stock(*args, **kwargs)
-        elif self.is_world_process_zero():
-            write_card(self, folder, inspect.signature(Trainer.create_model_card).bind(self, *args, **kwargs).arguments)
-
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
-    """The Trainer for sharded models. A stock `Trainer` with a `ZeroPlugin` in its arguments becomes one by itself."""
+    """The Trainer for sharded models; a stock `Trainer` with a `ZeroPlugin` in its arguments becomes one."""
 
 
 def zero_trainer_cls(cls: type[Any]) -> type[Any]:
-    """`zero_trainer_cls(SFTTrainer)`: the same Trainer, for sharded models."""
+    """Return the Trainer class `cls` for sharded models: `zero_trainer_cls(SFTTrainer)`."""
     return ZeroTrainer if cls is Trainer else put_in_front(ZeroTrainerMixin, cls)
 
 
-def adopt_trainer() -> None:
-    """Called where an Accelerator is built or shards a model: a Trainer that has it done learns to save and resume.
+def adopt_trainer() -> bool:
+    """Put `ZeroTrainerMixin` in front of the class of the Trainer that builds or uses an Accelerator with the plugin.
 
-    accelerate hands the plugin its Accelerator but not who builds it. A Trainer does so in a method of transformers, so
-    it is the `self` of a caller there. Without one (a plain accelerate loop) nothing happens.
+    accelerate passes the plugin its Accelerator, but not the Trainer, so `calling_trainer` finds it. Returns whether
+    there is one.
     """
     owner = calling_trainer()
     if owner is not None:
         _check_arguments(owner.args)
         if not isinstance(owner, ZeroTrainerMixin):
             owner.__class__ = zero_trainer_cls(type(owner))
+    return owner is not None
 
 
 def _check_arguments(args: TrainingArguments) -> None:

@@ -1,4 +1,4 @@
-"""`TrainingArguments` that have the settings of `ZeroConfig` as flags; every other argument is the stock one's."""
+"""`TrainingArguments` with the settings of `ZeroConfig` as flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class ZeroTrainingArguments(ZeroFlags, TrainingArguments):
     """`TrainingArguments` with every field of `ZeroConfig` as `zero_<field>`; for code and for `HfArgumentParser`.
 
     Raises:
-        ConfigError: a bad value, or DeepSpeed, FSDP or a parallelism_config that says something else in the same arguments.
+        ConfigError: a bad value; DeepSpeed, FSDP or another parallelism_config in the same arguments.
+
+    Example:
+        >>> args = zero.ZeroTrainingArguments("out", zero_stage=3, zero_offload_optimizer="cpu")
     """
 
     def __post_init__(self) -> None:
@@ -27,8 +30,8 @@ class ZeroTrainingArguments(ZeroFlags, TrainingArguments):
         super().__post_init__()
         # After super(): it resets accelerate's state, so that an Accelerator from before cannot shadow the plugin.
         made = ZeroPlugin(**self.settings())
-        # `dataclasses.replace` hands in the plugin of the flags before: only such a one may differ. Of any other, settings
-        # that the program asks for would be dropped here without a word.
+        # `dataclasses.replace` passes the plugin of the earlier flags: only that one may differ. The settings of any other
+        # plugin would be lost silently.
         if given is not None and not (
             isinstance(given, ZeroPlugin) and (given.is_of_flags or given.config == made.config)
         ):
@@ -40,4 +43,4 @@ class ZeroTrainingArguments(ZeroFlags, TrainingArguments):
         self.parallelism_config = made
 
 
-ZeroTrainingArguments.__module__ = "hf_zero"  # as ZeroPlugin: training_args.bin names the place that stays
+ZeroTrainingArguments.__module__ = "hf_zero"  # training_args.bin pickles this name

@@ -1,8 +1,7 @@
-"""What the weights of transformers and PEFT models are called at rest: exactly what their own code says, whatever version.
+"""Names and files of transformers and PEFT models, taken from their own code.
 
-Nothing of it is repeated here. To draw a save, the stock `save_pretrained` runs while its files are noted (`stock`).
-To locate a load, the stock loader runs on stand-ins for the stored tensors while the function that would set a parameter
-only notes what it is given. A `Trace` tells which elements of which tensor each of these is made of.
+A save runs the stock `save_pretrained` on meta tensors and records its files. A load runs the stock loader on meta
+tensors, with a function that records what it would set. `Conversions` reports what each tensor is made of.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +23,18 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ..checkpoint.safetensors import Stored
-from ..checkpoint.weights import Drawing, Located, locate_by_name, names_of, persistent_buffers
+from ..checkpoint.weights import Conversion, Drawing, Located, locate_by_name, names_of, persistent_buffers
 from ..core.layout import Extent
 from ..errors import CheckpointError
-from .stock import Attributes, recording, replaced, serving, stand_in_state
-from .trace import Trace
+from .converters import Conversions
+from .recording import recording
+from .stock import Attributes, replaced, serving, stand_in_state
 
 EXTRA_STATE = "_extra_state"  # the last part of the key of a module's own state
 
 
 def hub_format(model: nn.Module) -> HubFormat | AdapterFormat | None:
-    """The format of a transformers or PEFT model; None for other models."""
+    """Return the format of a transformers or PEFT model; None for other models."""
     if "peft" in sys.modules:
         from peft import PeftModel
 
@@ -45,7 +46,7 @@ def hub_format(model: nn.Module) -> HubFormat | AdapterFormat | None:
 
 
 class HubFormat:
-    """Of a `PreTrainedModel`: the names and files of `save_pretrained`."""
+    """The names and files that `save_pretrained` writes for a `PreTrainedModel`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -61,12 +62,12 @@ class HubFormat:
         return record.drawing(folder)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
-        """See `WeightFormat`. What `from_pretrained` would find in files with these tensors."""
+        """See `WeightFormat`. Finds what `from_pretrained` would find."""
         first = self._locate(stored, get_model_conversion_mapping(self._model))
         used = getattr(self._model, "_weight_conversions", None)
         if not first.missing or not used:
             return first
-        # It was loaded with conversions of its own (`key_mapping=`), and saved with their reverse.
+        # The model was loaded with `key_mapping=`, and is saved with the reverse conversions.
         second = self._locate(stored, [_fresh(conversion) for conversion in used])
         return second if len(second.missing) < len(first.missing) else first
 
@@ -78,16 +79,16 @@ class HubFormat:
             plan = planned_load(model, stored, LoadStateDictConfig(weight_mapping=mapping), place=False)
         wrong = [(name, tuple(found), tuple(shape)) for name, found, shape in plan.info.mismatched_keys]
         results = {name: result for name, result in plan.results.items() if name not in {item[0] for item in wrong}}
-        located = _located(plan.trace, results, names, buffers)
+        located = _located(plan.conversions, results, names, buffers)
         lacking = set(plan.info.missing_keys)
         model._adjust_missing_and_unexpected_keys(plan.info)
-        # A tied parameter is there if one of its names is. A save leaves some out; the patterns of what a load may lack are
-        # wide, and taken for buffers only.
+        # A tied parameter is present if one of its names is. A save omits some names. The patterns for what a load may
+        # lack are wide, so they apply to buffers only.
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         ignored |= {name for name in lacking - plan.info.missing_keys if name in buffers}
-        there = {names.get(name, name) for name in results} | {names.get(item[0], item[0]) for item in wrong}
+        present = {names.get(name, name) for name in results} | {names.get(item[0], item[0]) for item in wrong}
         lost = [names.get(name, name) for name in state if name in lacking - ignored]
-        missing = tuple(name for name in dict.fromkeys(lost) if name not in there)
+        missing = tuple(name for name in dict.fromkeys(lost) if name not in present)
         return dataclasses.replace(
             located,
             missing=missing,
@@ -97,7 +98,7 @@ class HubFormat:
 
 
 class AdapterFormat:
-    """Of a `PeftModel`: adapters only, `adapter_model.safetensors` each, those not called "default" in subfolders."""
+    """The adapters of a `PeftModel`, one `adapter_model.safetensors` each; all but "default" in subfolders."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -111,7 +112,36 @@ class AdapterFormat:
         """See `WeightFormat`. Writes adapter_config.json and the model card; adapters are never split over files."""
         with recording(self._model, state) as record:
             type(self._model).save_pretrained(self._model, folder, state_dict=dict(state), is_main_process=True)
-        return record.drawing(folder)
+        return record.drawing(folder, lambda keys: self._computed(keys, state))
+
+    def _computed(self, keys: list[str], state: Mapping[str, Tensor]) -> Conversion:
+        """PEFT computes some entries from the adapter's parameters, for example a prompt's embeddings."""
+        model, names = self._model, names_of(self._model)
+        prefix = getattr(model.base_model, "prefix", None)
+        sources = tuple(
+            name
+            for name in dict.fromkeys(names.values())
+            if name.startswith("prompt_encoder.") or (prefix and prefix in name)
+        )
+
+        def convert(values: dict[str, Tensor]) -> dict[str, Tensor]:
+            meta = {name: state[name] for name in sources}
+            whole = {
+                name: values[name].to(device="cpu", dtype=meta[name].dtype).view(meta[name].shape) for name in sources
+            }
+            known = {key: whole.get(names.get(key, key), value) for key, value in state.items()}
+            with tempfile.TemporaryDirectory() as folder, recording(model, known) as record:
+                type(model).save_pretrained(model, folder, state_dict=dict(known), is_main_process=True)
+            made = {key: tensor for _, tensors, _ in record.files for key, tensor in tensors.items()}
+            lost = [key for key in keys if made[key].is_meta]
+            if lost:
+                raise CheckpointError(
+                    f"PEFT computes {lost[0]!r} from weights of the base model: save this adapter with PEFT's own "
+                    "save_pretrained inside `with zero.unsharded(model):`"
+                )
+            return {key: made[key].detach().contiguous() for key in keys}
+
+        return Conversion(sources, tuple(keys), convert)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
@@ -151,7 +181,7 @@ class AdapterFormat:
 
 
 class InjectedFormat(AdapterFormat):
-    """Of a `PreTrainedModel` with adapters of its own (`add_adapter`): the active one, as its `save_pretrained` writes it."""
+    """The active adapter of a `PreTrainedModel` (`add_adapter`), as its `save_pretrained` writes it."""
 
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
         """See `WeightFormat`."""
@@ -172,11 +202,11 @@ class InjectedFormat(AdapterFormat):
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """What the stock loader would set, without a byte read."""
+    """The parameters and buffers that the stock loader would set."""
 
-    trace: Trace
+    conversions: Conversions
     results: dict[str, Tensor]
-    """Name in the model (every name of a tied parameter that the files have) -> its stand-in, on the meta device."""
+    """Name in the model (every name of a tied parameter that the files have) -> meta tensor."""
     info: Any
     """transformers' LoadStateDictInfo."""
 
@@ -184,27 +214,28 @@ class PlannedLoad:
 def planned_load(
     model: PreTrainedModel, stored: Mapping[str, Stored], load_config: LoadStateDictConfig, *, place: bool
 ) -> PlannedLoad:
-    """Run the stock loader on stand-ins for `stored`.
+    """Run the stock loader on meta tensors for `stored`, without reading a byte.
 
     Args:
-        place: let it set the stand-ins as the model's parameters and buffers, cast first as the stock loader casts; else the
-            model is only looked at, and the stand-ins keep their own types.
+        place: set the meta tensors as the model's parameters and buffers, in the dtypes of the stock loader. Else the
+            model does not change, and the meta tensors keep the dtypes of the files.
     """
-    trace = Trace()
+    conversions = Conversions()
     results: dict[str, Tensor] = {}
     stock_set = core_loading.set_param_for_module
 
     def materialize(pool: Any, tensor: Stored, device: Any = None, dtype: Any = None, **_: Any) -> Callable[[], Tensor]:
         kept = dtype if place and dtype is not None else getattr(torch, tensor.dtype)
-        stand_in = trace.stand_in(keys[id(tensor)], tensor.shape, kept)
-        return lambda: stand_in
+        meta = torch.empty(tensor.shape, dtype=kept, device="meta")
+        conversions.source(keys[id(tensor)], meta)
+        return lambda: meta
 
     def set_param(model: Any, name: str, value: Tensor, info: Any, quantizer: Any) -> None:
         results[name] = value
         extra = name.rpartition(".")[2] == EXTRA_STATE
         if place and not extra:
             stock_set(model, name, value, info, quantizer)
-            if name in info.unexpected_keys:  # the model has None there
+            if name in info.unexpected_keys:  # the model has None under this name
                 del results[name]
             return
         info.missing_keys.discard(name)
@@ -221,25 +252,25 @@ def planned_load(
         (core_loading, "tqdm", lambda items, *args, **kwargs: items),  # nothing is loaded yet
     ]
     if not place or not all(param.is_meta for param in model.parameters()):
-        known = stand_in_state(model)  # asking a sharded model is a collective, and gathers it
+        known = stand_in_state(model)  # `state_dict()` of a sharded model is a collective, and gathers it
         others.append((model, "state_dict", lambda *args, **kwargs: dict(known)))
-    with replaced(others), trace:
+    with replaced(others), conversions.recording():
         info, _ = core_loading.convert_and_load_state_dict_in_model(
             model=model,
             state_dict=dict(stored),
             load_config=dataclasses.replace(load_config, device_map={"": torch.device("meta")}),
         )
-    return PlannedLoad(trace, results, info)
+    return PlannedLoad(conversions, results, info)
 
 
 def _located(
-    trace: Trace, results: Mapping[str, Tensor], names: Mapping[str, str], buffers: Mapping[str, Tensor]
+    conversions: Conversions, results: Mapping[str, Tensor], names: Mapping[str, str], buffers: Mapping[str, Tensor]
 ) -> Located:
     pieces: dict[str, Sequence[Extent[str]]] = {}
     found_buffers: dict[str, str] = {}
     computed: dict[str, Tensor] = {}
     for name, result in results.items():
-        found = trace.pieces(result)
+        found = conversions.pieces(result)
         if name in buffers and found is not None and len({piece.source for piece in found}) == 1:
             found_buffers[name] = found[0].source
         elif found is None or name in buffers:
@@ -247,11 +278,11 @@ def _located(
         else:
             pieces.setdefault(names[name], found)
     computed = {name: result for name, result in computed.items() if name not in pieces}
-    return Located(pieces, found_buffers, tuple(trace.conversions(computed)))
+    return Located(pieces, found_buffers, tuple(conversions.computed(computed)))
 
 
 def _fresh(conversion: Any) -> Any:
-    """A transform as it was before it matched anything."""
+    """Return a copy of a transform as it was before its first match."""
     fresh = copy.deepcopy(conversion)
     if hasattr(fresh, "_active"):  # a group of renamings that begins with its first match
         fresh._active = None

@@ -21,6 +21,7 @@ from ..tiers.host import freeing_at_once, keep_freed
 from ..tiers.tier import Tier
 from . import FIRST_FORWARD
 from . import instance_methods as overrides
+from .arguments import check_shard_arguments, device_from
 from .build import Assembly, device_of
 from .engine import Engine, engine_of
 from .offload import Offload
@@ -40,7 +41,7 @@ def shard(
     *,
     mixed_precision: str | None = "no",
     machine: Machine | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | int | None = None,
     roads: Roads | None = None,
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the default process group (or on this rank alone, without one).
@@ -67,6 +68,8 @@ def shard(
         UnsupportedOptimizerError: an optimizer that mixes parameters, or keeps them besides its groups.
         RankMismatchError: ranks that differ in structure; names the first difference, on every rank.
     """
+    check_shard_arguments(model, optimizer, config)
+    device = device_from(device)
     model, compile_ = take_wrapper_off(model)
     registrations = Registrations(model)
     try:

@@ -84,7 +84,7 @@ def test_other_parallelism_is_refused(name: str) -> None:
 
 
 def test_positional_settings_are_refused() -> None:
-    with refused("Settings are keywords"):
+    with refused("takes keywords only"):
         zero.ZeroPlugin(3)
 
 

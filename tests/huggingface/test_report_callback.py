@@ -6,13 +6,15 @@ import contextlib
 import io
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli.main import main
@@ -161,7 +163,7 @@ class Stream(io.StringIO):
 
 @pytest.mark.parametrize("bar", [True, False])
 def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 columns: one screen at the start, log lines as the stock Trainer's, a few lines at the end, none behind a bar."""
+    """80 columns: one screen at the start, a compact line per log, a few lines at the end, none behind a bar."""
     monkeypatch.setenv("COLUMNS", "80")
     seen = Stream()
     with contextlib.redirect_stdout(seen), contextlib.redirect_stderr(seen):
@@ -186,9 +188,16 @@ def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.Monke
         f"hf-zero report {tmp_path}",
     ):
         assert words in " ".join(" ".join(ending).split())
-    logs = [line for line in lines if line.lstrip().startswith("{'loss'")]
-    assert len(logs) == 2
-    assert not any("zero/" in line for line in logs)
+    assert sum("1 rank: nothing is sharded. Start with torchrun --nproc-per-node N" in line for line in screen) == 1
+    assert sum("precision" in line for line in screen) == 1
+    logs = [line for line in lines if line.startswith("step ") and "  loss " in line]
+    assert [line.split()[1] for line in logs] == ["2/4", "4/4"]
+    for line in logs:
+        assert re.fullmatch(
+            r"step \d/4  loss [\d.]+  grad norm [\d.e+-]+  lr [\d.e+-]+  tokens/s [\d,]+  memory [\d.]+ [KMG]iB  epoch [\d.]+",
+            line,
+        ), line
+    assert "{'loss'" not in text
     for word in ("spans", "in passing", "now 0.0"):
         assert word not in text
 
@@ -201,8 +210,60 @@ def test_tables_for_those_who_ask(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert text.count("4 steps recorded") == 1
 
 
+def test_the_trainer_adds_the_callback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hf-zero report` has data without a word in the program; a callback that the program passes stays the only one."""
+    train(tmp_path / "default", [])
+    assert [record["kind"] for record in steps_in(tmp_path / "default" / "zero_steps.jsonl")][-1] == "end"
+    assert capsys.readouterr().out.count("4 steps in ") == 1
+    AcceleratorState._reset_state(True)
+    run = train(tmp_path / "given", [zero.ZeroCallback(report=False)])
+    assert sum(isinstance(callback, zero.ZeroCallback) for callback in run.callback_handler.callbacks) == 1
+    assert "4 steps in " not in capsys.readouterr().out
+
+
 def test_what_is_resumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, [], max_steps=2, save_strategy="steps", save_steps=2)
     AcceleratorState._reset_state(True)
     train(tmp_path, [zero.ZeroCallback()], resume=True, max_steps=4)
     assert f"after step 2, from {tmp_path / 'checkpoint-2'}" in " ".join(capsys.readouterr().out.split())
+
+
+class Interrupts(TrainerCallback):
+    """Ctrl-C in the third step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_names_the_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, [Interrupts()], save_strategy="steps", save_steps=2)
+    text = capsys.readouterr().err
+    assert f"the newest checkpoint is {tmp_path / 'checkpoint-2'}. Continue with trainer.train(" in text
+
+
+def test_latest_says_that_it_starts_fresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, [], resume="latest", max_steps=2)  # type: ignore[arg-type]
+    assert f"no checkpoint in {tmp_path}: training starts from the beginning" in capsys.readouterr().err
+
+
+class Doubling(GPT2LMHeadModel):
+    """Saves twice its weights: code of one's own that computes with values."""
+
+    def save_pretrained(self, folder: Any, state_dict: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
+        state = self.state_dict() if state_dict is None else state_dict
+        super().save_pretrained(folder, state_dict={key: 2 * value for key, value in state.items()}, **kwargs)
+
+
+def test_a_save_that_computes_is_written_as_it_computes(tmp_path: Path) -> None:
+    args = zero.ZeroTrainingArguments(
+        str(tmp_path), max_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, zero_stage=3
+    )
+    trainer = Trainer(Doubling(gpt2().config), args, train_dataset=Tokens())
+    trainer.train()
+    trainer.save_model()
+    saved = load_file(tmp_path / "model.safetensors")
+    value = zero.full_parameter(trainer.model.transformer.ln_f.weight)
+    torch.testing.assert_close(saved["transformer.ln_f.weight"], 2 * value, rtol=0, atol=0)
+    zero.verify(tmp_path)

@@ -14,9 +14,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import hf_zero as zero
 from hf_zero.checkpoint.safetensors import Stored, build_header, read_header
 from hf_zero.checkpoint.weights import Drawing, Located, format_of, names_of
-from hf_zero.huggingface.stock import recording
+from hf_zero.huggingface.converters import Conversions
+from hf_zero.huggingface.recording import recording
 from tests.kit import families
 from tests.kit.families import bert, mixtral, qwen3_moe, resnet, t5, vit
 
@@ -423,3 +425,66 @@ def test_adapter_gaps() -> None:
     assert len(located.missing) == 2 * 2 * 2
     assert all("lora_" in name for name in located.missing)
     assert located.unexpected == ("other.weight",)
+
+
+# Code of one's own ------------------------------------------------------------------------------------------------------
+
+
+class Halved(transformers.LlamaForCausalLM):
+    """Saves other values than it holds."""
+
+    def save_pretrained(self, folder: Any, state_dict: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
+        state = self.state_dict() if state_dict is None else state_dict
+        super().save_pretrained(folder, state_dict={key: value / 2 for key, value in state.items()}, **kwargs)
+
+
+def halved() -> Any:
+    torch.manual_seed(0)
+    return Halved(llama().config)
+
+
+def test_computed_by_own_code_is_a_named_error(tmp_path: Path) -> None:
+    model = halved()
+    state = stand_in_state(model)
+    with (
+        quiet(),
+        pytest.raises(zero.CheckpointError, match="save_pretrained computes 'model.embed_tokens.weight'.*unsharded"),
+    ):
+        format_of(model).draw(state, tmp_path, "50GB")
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_columns_are_not_taken_for_rows() -> None:
+    """A converter that reorders inside rows, or cuts them, is computed; its row numbers would look the same."""
+    from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, WeightConverter
+
+    meta = {name: torch.empty(4, 6, device="meta") for name in ("a", "b")}
+    for operations, is_placed in (
+        ([MergeModulelist(0), Concatenate(1)], True),
+        ([Concatenate(0)], True),
+        ([Concatenate(1)], False),
+        ([Concatenate(-1)], False),
+        ([MergeModulelist(1), Concatenate(0)], False),
+        ([MergeModulelist(0), Concatenate(2)], False),
+        ([Concatenate(0), Chunk(1)], False),
+        ([Concatenate(0), Interleave(0)], False),
+    ):
+        conversions = Conversions()
+        converter = WeightConverter(["a", "b"], "out", operations=operations)
+        for name, tensor in meta.items():
+            converter.add_tensor("out", name, name, conversions.source(name, tensor))
+        with conversions.recording():
+            (made,) = converter.convert("out").values()
+        assert (conversions.pieces(made) is not None) == is_placed, operations
+        values = {name: torch.randn(4, 6) for name in meta}
+        runs = conversions.pieces(made)
+        for name, value in values.items():
+            converter.add_tensor("out", name, name, value)
+        (expected,) = converter.convert("out").values()
+        expected = expected[0] if isinstance(expected, list) else expected
+        if runs is None:
+            (conversion,) = conversions.computed({"out": made})
+            assert torch.equal(conversion.convert(values)["out"], expected)
+        else:
+            parts = [values[run.source].reshape(-1)[run.there] for run in runs]
+            assert torch.equal(torch.cat(parts).view(made.shape), expected)

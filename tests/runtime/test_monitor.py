@@ -250,7 +250,7 @@ def test_room_is_made_for_activations_before_the_forward(pools, tmp_path, world,
 
 
 def too_small(rank: int, world: int, folder: str) -> list[str]:
-    config = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_dir=folder, device_memory=1000)
+    config = zero.ZeroConfig(stage=3, offload_optimizer="auto", offload_dir=folder, device_memory="1000B")
     model = gpt2()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError) as refused:

@@ -61,7 +61,7 @@ FOLDER = [
     "zero_manifest.json",
     "zero_run.json",
 ]
-OURS = {"zero_manifest.json", "zero_run.json"}
+OURS = {"zero_manifest.json", "zero_run.json", "zero_steps.jsonl", "zero_steps.rank1.jsonl"}
 
 
 def arguments(folder: str, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
@@ -110,6 +110,10 @@ def trainer(
         eval_dataset=Tokens(rows=8, seed=8),
         callbacks=callbacks,
     )
+
+
+def folders_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
 def curve(run: Trainer) -> dict[str, list[float]]:
@@ -260,7 +264,7 @@ def rotation() -> None:
     run = trainer("rotation", 3, save_steps=2, eval_steps=2, save_total_limit=2, load_best_model_at_end=True)
     run.train()
     barrier()
-    names = {path.name for path in folder.iterdir()}
+    names = folders_in(folder)
     assert len(names) == 2
     assert {"checkpoint-8", Path(run.state.best_model_checkpoint or "").name} <= names
     assert not {"checkpoint-99", ".checkpoint-98.zero_saving"} & names
@@ -282,7 +286,7 @@ def crash(async_save: bool) -> None:
     assert_error(raised(run.train), "CheckpointError", "failed on rank 1: OSError: no space left")
     barrier()
     assert zero.verify(OUT / name / "checkpoint-4").facts["world_size"] == 2
-    assert [path.name for path in (OUT / name).iterdir()] == ["checkpoint-4"]
+    assert folders_in(OUT / name) == {"checkpoint-4"}
 
 
 class SmallDisk(TrainerCallback):
@@ -303,7 +307,7 @@ def fails_behind() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     barrier()
     assert_error(said, "CheckpointError", "checkpoint-8", "File too large")
-    assert [path.name for path in (OUT / "fails_behind").iterdir()] == ["checkpoint-4"]
+    assert folders_in(OUT / "fails_behind") == {"checkpoint-4"}
 
 
 def damaged(source: str) -> None:
@@ -374,6 +378,7 @@ def behind() -> None:
         barrier()
         runs[name] = curve(run)
     differ = {"training_args.bin", "trainer_state.json", "zero_manifest.json"}  # paths, seconds, digests of these
+    differ |= {"zero_steps.jsonl", "zero_steps.rank1.jsonl"}
     names = [files_under(OUT / name) for name in ("waits", "behind")]
     assert names[0]
     assert names[0] == names[1]
@@ -414,10 +419,10 @@ def two_nodes() -> bool:
         assert files == [f"checkpoint-8/{name}" for name in sorted([*FOLDER, "training_args.bin"])]
         zero.verify(folder / "checkpoint-8")
     else:
-        assert not list(folder.iterdir())
+        assert not folders_in(folder)
     run = trainer("node", 3)
     message = raised(lambda: run.train(resume_from_checkpoint=str(folder / "checkpoint-4")))
-    assert_error(message, "CheckpointError", "is not there for ranks [1]")  # to resume, both need to see it
+    assert_error(message, "CheckpointError", "is missing on ranks [1]")  # to resume, both need to see it
     return True
 
 

@@ -1,0 +1,95 @@
+"""Common mistakes in calls of the Python API: each is a ConfigError that names what was meant."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+import hf_zero as zero
+
+
+def pair() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def swapped() -> Any:
+    model, optimizer = pair()
+    return zero.shard(optimizer, model)  # type: ignore[arg-type]
+
+
+SHARD: dict[str, tuple[Callable[[], Any], str]] = {
+    "dict": (lambda: zero.shard(*pair(), {"stage": 2}), r"found dict.*Pass zero.ZeroConfig\(stage=2\)"),
+    "int": (lambda: zero.shard(*pair(), 3), r"found int 3. Pass zero.ZeroConfig\(stage=3\)"),
+    "plugin": (lambda: zero.shard(*pair(), zero.ZeroPlugin(stage=3)), "Pass plugin.config"),
+    "swapped": (swapped, r"wrong order. Call zero.shard\(model, optimizer"),
+    "no model": (lambda: zero.shard([1]), "model must be a torch.nn.Module, found list"),
+    "config second": (lambda: zero.shard(pair()[0], zero.ZeroConfig()), "second argument is the optimizer"),
+    "class": (lambda: zero.shard(pair()[0], torch.optim.AdamW), r"the class AdamW. Pass AdamW\(model.parameters"),
+    "no optimizer": (lambda: zero.shard(pair()[0], [3]), "found int"),
+    "no device": (lambda: zero.shard(*pair(), device="gpu"), "device='gpu' is not a device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARD)
+def test_arguments_of_shard(name: str) -> None:
+    call, text = SHARD[name]
+    with pytest.raises(zero.ConfigError, match=text):
+        call()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", 99, torch.device("cuda:99")])
+def test_a_gpu_that_is_not_there(device: Any) -> None:
+    with pytest.raises(zero.ConfigError, match="device='cuda:99', but this process sees .*CUDA_VISIBLE_DEVICES"):
+        zero.shard(*pair(), device=device)
+
+
+def test_device_as_text() -> None:
+    assert zero.shard(*pair(), device="cpu") is not None
+
+
+@pytest.mark.parametrize("kind", [zero.ZeroConfig, zero.ZeroPlugin])
+def test_settings(kind: Any) -> None:
+    for settings, text in (
+        ({"zero_stage": 3}, "did you mean 'stage'"),
+        ({"offload_param": "cpu"}, "did you mean 'offload_params'"),
+        ({"offload_optimizer": "nvme"}, "did you mean 'disk'"),
+        ({"offload_dir": 3}, "offload_dir must be the path of a folder, found 3"),
+        ({"device_memory": 24}, "24 bytes: did you mean device_memory='24GiB'"),
+        ({"host_memory": "64"}, "64 bytes: did you mean host_memory='64GiB'"),
+        ({"device_memory": "24000"}, "did you mean device_memory='24000MiB'"),
+    ):
+        with pytest.raises(zero.ConfigError, match=text):
+            kind(**settings)
+    for given, meant in ((3, "stage=3"), ({"stage": 2}, "stage=2")):
+        with pytest.raises(zero.ConfigError, match=rf"keywords only.*write {kind.__name__}\({meant}\)"):
+            kind(given)
+    assert kind(device_memory="1000B")
+
+
+def test_a_config_for_a_plugin() -> None:
+    with pytest.raises(zero.ConfigError, match=r"found a ZeroConfig: pass zero.ZeroPlugin\(stage=3"):
+        Accelerator(cpu=True, parallelism_config=zero.ZeroConfig(stage=3))  # type: ignore[arg-type]
+    AcceleratorState._reset_state(True)
+    with pytest.raises(zero.ConfigError, match=r"pass zero_plugin=ZeroPlugin\(stage=3\)"):
+        zero.ZeroAccelerator(cpu=True, stage=3)
+
+
+@pytest.mark.parametrize(("offload", "count"), [("none", 1), ("cpu", 0)])
+def test_one_rank_without_a_launcher(
+    offload: str, count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    AcceleratorState._reset_state(True)
+    with caplog.at_level(logging.WARNING, "hf_zero"):
+        Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3, offload_optimizer=offload))
+    said = [record.getMessage() for record in caplog.records if "nothing is sharded" in record.getMessage()]
+    assert said == ["hf_zero: 1 rank: nothing is sharded. Start with torchrun --nproc-per-node N"] * count
+    AcceleratorState._reset_state(True)
