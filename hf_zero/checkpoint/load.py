@@ -22,7 +22,6 @@ from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from .files import Field, read_json
-from .folder import recover
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
 from .ranges import MASTER, OptimizerState, Parameters, ParameterState, Range, Reader, ranges_of
 from .safetensors import Stored
@@ -49,10 +48,6 @@ class Loading:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        # A block of its own: the others read the manifest after rank 0 has put the files in place, not while it does.
-        with on_all_ranks(wire, self._what):
-            if wire.rank == 0:
-                recover(self.folder)
         with on_all_ranks(wire, self._what):
             self.manifest = self._open()
         self.verifies = verify

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,17 +72,15 @@ class Saving:
         self._segments: dict[Path, list[Segment]] = {}
         self._promised_bytes = 0
         self._staging = Staging(target)
-        # A name that no other job has: a folder of the same path may be there on another node's own disk.
-        nonce = f".nonce-{secrets.token_hex(8)}"
         self.target = self._staging.target
         try:
             with on_all_ranks(wire, f"saving to {self.target}") as report:
                 if wire.rank == 0:
                     self._staging.open()
-                    (self._staging.root / nonce).touch()
-                    report.mine = str(self._staging.path), str(self._staging.root / nonce)
-            folder, token = report.everyone[0]
-            sees = wire.exchange(os.path.exists(token))
+                    report.mine = str(self._staging.path)
+            folder = report.everyone[0]
+            # The name is random: a rank that finds it shares rank 0's file system.
+            sees = wire.exchange(os.path.exists(folder))
         except BaseException:
             self._staging.discard()
             raise

@@ -18,7 +18,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
-from .folder import SUFFIX, recover, remove_left_overs
+from .folder import is_being_saved, remove_left_overs
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
 
@@ -91,14 +91,6 @@ class CheckpointSeries:
         what = f"checking {folder}"
         with on_all_ranks(wire, what) as report:
             try:
-                if wire.rank == 0:
-                    recover(folder)
-            except CheckpointError as error:
-                report.mine = str(error)
-        if report.everyone[0] is not None:
-            return str(report.everyone[0])
-        with on_all_ranks(wire, what) as report:
-            try:
                 manifest = self._check_names(folder)
                 if manifest is not None:
                     for name, segments in share(manifest, wire.rank, wire.size).items():
@@ -122,7 +114,7 @@ class CheckpointSeries:
             with suppress(CheckpointError):
                 self._check_names(path)
                 whole.append(path)
-        busy = [path for path in folders if (path / SUFFIX).exists()]
+        busy = [path for path in folders if is_being_saved(path)]
         kept = {os.path.realpath(path) for path in (*keep, *whole[-1:], *busy)}
         goes = [
             path for path in (*(f for f in folders if f not in whole), *whole) if os.path.realpath(path) not in kept

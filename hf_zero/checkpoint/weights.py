@@ -28,7 +28,6 @@ from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from . import FORMATS
 from .files import inside, read_json
-from .hub import split_keys
 from .manifest import Manifest, check_name, check_segments
 from .safetensors import Header, Stored, read_header
 
@@ -219,6 +218,25 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
+
+
+def split_keys(stem: str, sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, list[str]]:
+    """Split tensors over files by the rule of `save_pretrained`. Returns file name -> keys.
+
+    Args:
+        stem: beginning of the file names.
+        sizes_bytes: by key, in the order in which files are filled.
+        limit_bytes: most bytes of a file; a larger tensor has a file of its own.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(sizes_bytes),
+        get_storage_size=lambda size: size,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=limit_bytes,
+    )
+    return dict(split.filename_to_tensors) or {f"{stem}.safetensors": []}
 
 
 def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) -> list[WeightFile]:

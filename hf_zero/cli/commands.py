@@ -322,7 +322,7 @@ class ExportOptions(Options):
     folder: str = argument("checkpoint folder, or any folder that from_pretrained loads", metavar="DIR")
     output: str | None = flag("where to; one that an earlier export made is replaced", metavar="DIR")
     push_to_hub: str | None = flag("upload; made where it is not there", metavar="USER/REPO")
-    dtype: str | None = flag("cast the weights (default: as they are)", choices=DTYPES)
+    dtype: str | None = flag("cast the weights (default: as they are)", choices=(*DTYPES, "fp32", "bf16", "fp16"))
     max_shard_size: str = flag("most bytes per weight file", "50GB", metavar="SIZE")
     private: bool = flag("a repository that is made is private", False)
     revision: str | None = flag("branch to upload to; made where it is not there", metavar="BRANCH")

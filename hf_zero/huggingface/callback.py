@@ -25,9 +25,8 @@ from transformers import (
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from ..checkpoint.cards import CARD, is_unwritten, sealed
+from ..checkpoint.cards import CARD, RunFacts, card_for, is_unwritten, metrics_at, read_card, sealed
 from ..checkpoint.files import is_number
-from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..errors import ConfigError
 from ..plan.report import end, start
 from ..runtime.engine import Engine, engine_of, on_preemption
@@ -298,7 +297,7 @@ def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
 def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None:
     """hf_zero's card of what is in `folder`, unless a user wrote one; `asked` are the arguments of `create_model_card`."""
     path = folder / CARD
-    if path.is_file() and not is_unwritten(path):
+    if path.is_file() and not is_unwritten(read_card(path)):
         return
     given: dict[str, Any] = {
         "language": asked.get("language"),

@@ -22,7 +22,7 @@ def uploading() -> AbstractContextManager[None]:
     def upload_folder(run_as_future: bool = False, **kwargs: Any) -> Any:
         if run_as_future:
             return api.run_as_future(upload_folder, **kwargs)
-        kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}/*", "*.zero_commit/*"]
+        kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}*/*"]
         changes = Changes.of(api, **kwargs)
         kwargs["ignore_patterns"] += changes.keep
         return type(api).upload_folder(api, **kwargs, delete_patterns=changes.delete or None)

@@ -31,9 +31,9 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
+from ..checkpoint.cards import RunFacts
 from ..checkpoint.files import Field
-from ..checkpoint.folder import Occupancy, recover
-from ..checkpoint.hub import RunFacts
+from ..checkpoint.folder import Occupancy
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.save import Saving
@@ -162,11 +162,12 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
         """
         wire = open_wire(home_device(), self.accelerator.zero_config.stall_s)
         alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
-        with on_all_ranks(wire, f"training into {self._zero_output}"):
-            if wire.rank == 0 and self.args.push_to_hub:
-                check_kind(self)  # here, not after hours of training
-            taken = Occupancy(self._zero_output) if alone else None
+        taken: Occupancy | None = None
         try:
+            with on_all_ranks(wire, f"training into {self._zero_output}"):
+                if wire.rank == 0 and self.args.push_to_hub:
+                    check_kind(self)  # here, not after hours of training
+                taken = Occupancy(self._zero_output) if alone else None
             return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
         finally:
             if taken is not None:
@@ -181,9 +182,6 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, TrainerBase):
             resume_from_checkpoint = str(newest) if newest is not None else None if elastic else True
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
-            with on_all_ranks(wire, f"resuming from {folder}"):
-                if wire.rank == 0:
-                    recover(folder)
             ours = is_ours_everywhere(wire, folder)
             with on_all_ranks(wire, f"resuming from {folder}"):
                 if ours:

@@ -286,8 +286,8 @@ class Engine(EngineNames):
                 or the exit of the process waits, and raises there on every rank if it failed on any.
 
         Raises:
-            CheckpointError: on every rank, naming the rank, the file and the reason; `folder` is then as it was (or, where the
-                message says that the new files are complete, as it will be once it is loaded from).
+            CheckpointError: on every rank, with the rank, the file and the reason. `folder` is unchanged, unless the message
+                says that it holds files of both saves: loads then reject it.
         """
         self.quiesce()
         self.wait_for_save()
