@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import hf_zero as zero
-from hf_zero.checkpoint.export import MARKER
 from hf_zero.checkpoint.cards import RUN_FILE, RunFacts
+from hf_zero.checkpoint.export import MARKER
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from hf_zero.cli import main as cli
 from tests.kit.common import bert, gpt2
