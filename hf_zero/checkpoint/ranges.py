@@ -235,7 +235,12 @@ class Reader(_Files):
         dtype, values = item.dtype, item.values
         if not values.numel():
             return
-        if isinstance(values, Tensor) and values.dtype == dtype and values.device.type == "cpu" and values.is_contiguous():
+        if (
+            isinstance(values, Tensor)
+            and values.dtype == dtype
+            and values.device.type == "cpu"
+            and values.is_contiguous()
+        ):
             self._fill(item.stored.file, item.offset, bytes_of(values))
             return
         step = SEGMENT_BYTES // dtype.itemsize
