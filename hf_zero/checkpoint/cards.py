@@ -157,11 +157,12 @@ def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **f
     run.stage = manifest.get("stage") if run.stage is None else run.stage
     run.world_size = manifest.get("world_size") if run.world_size is None else run.world_size
     run.precision = str(run.precision or manifest.get("precision") or "").removeprefix("precision: ")
-    run.versions = {
+    versions: dict[str, Any] = {
         "hf_zero": manifest.get("hf_zero"),
         "transformers": config.get("transformers_version"),
         **run.versions,
     }
+    run.versions = {name: version for name, version in versions.items() if isinstance(version, str)}
     task, auto_class = _task_of(config, adapter)
     run.task = run.task or task
     before, after = (metrics_at(state.get("log_history"), step) for step in (0, state.get("global_step")))
@@ -219,7 +220,7 @@ def _table_of(run: RunFacts, config: dict[str, Any], state: dict[str, Any], befo
         ranks = "" if run.world_size is None else f" on {run.world_size} rank{'s' if run.world_size > 1 else ''}"
         rows["ZeRO"] = f"stage {run.stage}{ranks}"
     rows["offload"] = ", ".join(f"{what} on {tier}" for what, tier in run.offload.items() if tier != "none")
-    rows["versions"] = ", ".join(f"{name} {v}" for name, v in run.versions.items() if isinstance(v, str))
+    rows["versions"] = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return {name: value.replace("|", "\\|").replace("\n", " ") for name, value in rows.items() if value}
 
 
