@@ -64,7 +64,7 @@ class RunFacts:
         datasets: Hub ids; other names are shown but not put into the metadata.
         metrics: measured with these weights on held-out data.
         offload: "optimizer" and "parameters" -> none, cpu or disk.
-        predicted_bytes: per rank, by name (parameters, gradients, optimizer, …), as planned before step 0.
+        predicted_bytes: per rank: name (parameters, gradients, optimizer, …) -> bytes, as planned before step 0.
         measured_bytes: the same, measured on the highest rank.
         versions: library -> version.
         hyperparameters: numbers, words and booleans; no paths and no tokens.
@@ -95,7 +95,7 @@ class RunFacts:
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> RunFacts:
-        """Read the facts of `folder`; none if there is no file. Unknown entries are ignored.
+        """Read the facts of `folder`; none if the file is missing. Unknown entries are ignored.
 
         Raises:
             CheckpointError: the file is malformed.

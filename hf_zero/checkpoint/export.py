@@ -169,14 +169,14 @@ Content = Path | bytes | _Rewritten
 
 
 def _plan(folder: Path, dtype: str | None, limit: int, report: Progress) -> dict[str, Content]:
-    """Return the files to export, by name. Checks the checkpoint.
+    """Check the checkpoint. Returns name -> content of the files to export.
 
     Raises:
         CheckpointError: the checkpoint is damaged or has no weights.
         ConfigError: quantised weights cannot be cast.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: expected a checkpoint")
+        raise CheckpointError(f"{folder} is not a folder. Give the folder of a checkpoint")
     manifest = None
     if is_ours(folder):
         manifest = verified(folder, report)
@@ -300,7 +300,7 @@ def _natural(item: tuple[str, _Source]) -> list[str | int]:
 
 
 def _small_files(folder: Path) -> Iterator[str]:
-    """Yield the model's files other than weights, by name and kind. Unknown files are not exported."""
+    """Yield the model's files other than weights. Unknown files are not exported."""
     for path in sorted(folder.iterdir()):
         name = path.name
         if name.startswith((".", *_TRAINING)) or name.endswith(("_results.json", ".safetensors.index.json")):

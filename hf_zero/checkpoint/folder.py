@@ -29,7 +29,7 @@ from .kinds import kind_of, stale_weights
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 
 SUFFIX = ".zero_saving"
-"""Marks staging folders: `.NAME.zero_saving-*` beside a target, `.zero_saving-*` inside one."""
+"""Marks staging folders: `.NAME.zero_saving-*` next to a target, `.zero_saving-*` inside one."""
 OCCUPIED = "_zero_lock"
 """Begins with an underscore, so that the Trainer's uploads leave it out."""
 MIXED = "holds files of the old and of the new save"
@@ -37,7 +37,7 @@ MIXED = "holds files of the old and of the new save"
 _GATES = ("config.json", "adapter_config.json")
 """`from_pretrained` refuses a folder that has neither."""
 _PATIENCE_S = 0.5
-"""How long another process may hold a lock only to check whether its owner lives."""
+"""Time in which another process may hold a lock only to check whether its owner lives."""
 
 
 class Staging:
@@ -150,7 +150,7 @@ class Staging:
         for name in gates:
             (self.target / name).unlink(missing_ok=True)
             self._state = mixed
-        # Weights after the rest: weights without a manifest would load as a plain model folder.
+        # Weights last: weights without a manifest would load as a plain model folder.
         for name in sorted(names, key=lambda name: (kind_of(name) is not None, name)):
             if name != last and name not in gates:
                 os.replace(self.path / name, self.target / name)
@@ -241,7 +241,7 @@ def verify(
         progress: called with the number of bytes checked since the last call, from any thread.
 
     Returns:
-        The manifest: `files` by name, `facts` (world size, stage, …), `total_bytes`.
+        The manifest: `files`, `facts` (world size, stage, …), `total_bytes`.
 
     Raises:
         CheckpointError: a file is missing, too short or altered, or there is no manifest.

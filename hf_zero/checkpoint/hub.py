@@ -113,7 +113,7 @@ class Hub:
 
 @dataclass(frozen=True)
 class Changes:
-    """What an upload of a folder deletes, and which of the folder's files it leaves out, as patterns."""
+    """Patterns of remote files that an upload of a folder deletes, and of local files that it leaves out."""
 
     delete: list[str]
     keep: list[str]

@@ -69,7 +69,7 @@ class Loading:
 
     def _open(self) -> Manifest | None:
         if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} is no folder: expected a checkpoint")
+            raise CheckpointError(f"{self.folder} is not a folder. Give the folder of a checkpoint")
         if not (self.folder / MANIFEST).exists():
             ours = (f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}", "zero_state.json")
             if any((self.folder / name).exists() for name in ours):

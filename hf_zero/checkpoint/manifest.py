@@ -123,7 +123,7 @@ def _canonical(body: Any) -> bytes:
 
 def _parse(path: Path, body: Any, altered: bool) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is no manifest of hf_zero")
+        raise CheckpointError(f"{path} is not a manifest of hf_zero")
     check_version(path, body, _VERSION)
     digest = body.pop("digest", None)  # not part of the content that it covers
     if altered or digest != digest_of(_canonical(body)):

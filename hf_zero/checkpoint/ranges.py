@@ -126,7 +126,7 @@ class OptimizerState(Protocol):
 _DIRECT_BYTES = 1 << 20
 """Ranges of at least this size are written from their own memory; smaller ones are joined first."""
 _AHEAD_BYTES = 48 << 20
-"""How far the kernel reads ahead."""
+"""Bytes that the kernel reads ahead."""
 _LARGE_BYTES = 256 << 10
 """Smaller ranges are not announced to the kernel."""
 

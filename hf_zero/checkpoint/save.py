@@ -117,7 +117,7 @@ class Saving:
 
         Args:
             parameters: of the model.
-            draw: called on rank 0; may write further files beside the weights.
+            draw: called on rank 0; may write further files next to the weights.
             folder: inside the checkpoint, of a further model.
         """
         with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:

@@ -205,7 +205,7 @@ def flip(path: Path) -> None:
         (lambda f: os.truncate(f / "model.safetensors", 100), "model.safetensors has 100 bytes"),
         (lambda f: (f / "config.json").unlink(), "config.json is missing"),
         (lambda f: (f / MANIFEST).unlink(), "is no complete checkpoint"),
-        (lambda f: shutil.rmtree(f), "is no folder"),
+        (lambda f: shutil.rmtree(f), "is not a folder"),
     ],
 )
 def test_damaged_checkpoints(tmp_path: Path, damage: Any, part: str) -> None:

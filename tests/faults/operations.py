@@ -104,7 +104,7 @@ class Job:
         try:
             self.load(folder)
         except zero.CheckpointError as error:
-            if "is no folder" in str(error) or "holds no weights" in str(error):
+            if "is not a folder" in str(error) or "holds no weights" in str(error):
                 return None
             if str(folder) not in str(error):
                 raise
