@@ -335,7 +335,7 @@ def _check_target(target: Path, folder: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConfigError(f"the output {target} is a file. Choose a folder")
+        raise ConfigError(f"the output {target} is a file, expected a folder. Choose another output")
     if overwrite:
         return
     present, files = _files_in(target), _marked_files(target)
