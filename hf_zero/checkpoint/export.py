@@ -340,11 +340,9 @@ def _check_target(target: Path, folder: Path, overwrite: bool) -> None:
         return
     present, files = _files_in(target), _marked_files(target)
     if present and files is None:
-        raise ConfigError(
-            f"the output {target} is not empty and no earlier export. Choose another, or pass overwrite=True"
-        )
+        raise ConfigError(f"the output {target} is not empty and no earlier export. Choose another, or overwrite=True")
     for name in sorted(present - set(files or ()) - {MARKER})[:1]:
-        raise ConfigError(f"the output {target} has {name!r}, which no export made. Move it, or pass overwrite=True")
+        raise ConfigError(f"the output {target} has {name!r}, which no export made. Move it, or overwrite=True")
 
 
 def _files_in(target: Path) -> set[str]:

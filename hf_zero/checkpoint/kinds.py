@@ -59,7 +59,7 @@ def refuse_other_weights(
     present: Collection[str],
     new: Collection[str],
     where: str,
-    remedy: str = "Choose another repository or revision, or pass overwrite=True to remove these files",
+    remedy: str = "Choose another repository or revision, or overwrite=True to remove these files",
 ) -> None:
     """Raise a ConfigError if files of another kind would be loaded instead of the new weights, or with them."""
     _, other = stale_weights(present, new)
