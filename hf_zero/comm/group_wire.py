@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -28,24 +29,40 @@ from ..errors import ConfigError, RankMismatchError
 from .codec import Codec, fits
 from .direct import SPANS, Direct, Reader, open_direct
 from .inflight import DONE, Inflight, Latch
-from .mail import server_of
+from .stall import StallWatch
 from .watch import Wait, Watch
-from .watcher import Watcher
 from .wire import Cuts, SoloWire, average_in_order, land
 
 PIECE_BYTES = 16 << 20
 """A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
 
-_WATCH = "hf_zero/watch"
+_MEET_S = 10.0
+"""For how long the first engine waits for the connections of the stall watch."""
 _STEPS_APART = 4  # steps that messages are told apart by: ranks in touch are at most one apart
 _INTERRUPT_TAG = (1 << 31) - 1
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 
-_WATCHERS: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
-"""Of the process, because its threads are: a wire's rank waits for another's that may be in the call of another wire."""
-_READERS: WeakKeyDictionary[dist.ProcessGroup, Reader] = WeakKeyDictionary()
+@dataclass
+class _Shared:
+    """What all wires over one default process group share.
+
+    Attributes:
+        stall: one per process: a rank may wait in one engine for another rank that is in the next one.
+        reader: the thread that reads other ranks' memory.
+        group: all ranks, for engines alone: their collectives do not mix with those of user code.
+        parts: groups of some ranks, by all of them; this rank's own one of each kind.
+    """
+
+    stall: StallWatch
+    reader: Reader | None = None
+    group: dist.ProcessGroup | None = None
+    parts: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+
+
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+"""By the default process group, which takes no attributes."""
 
 
 class GroupWire(SoloWire):
@@ -63,8 +80,8 @@ class GroupWire(SoloWire):
         self.rank, self.size = self.group.rank(), self.group.size()
         self.gather_kind, self.reduce_kind = "gather", "reduce"
         self.watch = Watch(partial(_interrupt, ref(self.group), device))
-        self.watcher = _watcher(home)
-        self.watcher.join(self.watch, lane)
+        self._shared = _shared(home, device)
+        self._shared.stall.join(self.watch, lane)
 
     def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
         """Of the ranks that stand with this one in one of `groups`, for the same engine: counters and watch are these.
@@ -72,7 +89,7 @@ class GroupWire(SoloWire):
         What breaks a wait among all breaks one among some. A collective. Groups that were opened before are used again: an
         engine's messages have its number.
         """
-        known, key = self.watcher.groups, str(groups)
+        known, key = self._shared.parts, str(groups)
         if key not in known:
             with self.watch.doing("opening process groups"):
                 self.barrier()
@@ -187,7 +204,7 @@ class GroupWire(SoloWire):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.traffic.moved("other", tensor.numel() * tensor.element_size())
-        self._call(dist.broadcast, tensor, source)
+        self._call(dist.broadcast, tensor, source, self.group)
 
     def _message(self, begin: Callable[[list[Tensor], int, int], Any], values: Tensor, peer: int, tag: int) -> None:
         """One message, ended."""
@@ -240,18 +257,23 @@ class GroupWire(SoloWire):
         self._call(dist.barrier, self.group)
 
     def start(self, stall_s: float) -> None:
-        watcher = self.watcher
-        watcher.open(stall_s)
-        watcher.engines += 1
-        told = self.exchange((watcher.engines, watcher.mail.prefix, watcher.fault))
-        faults = [fault for _, _, fault in told if fault is not None]
-        self.watch.engine, prefix, _ = told[0]
-        watcher.settle(stall_s, prefix, faults)
-        if faults and self.rank == 0:
-            warnings.warn(
-                f"no rank is watched for stalls: the process group's store refuses a connection ({faults[0]})",
-                stacklevel=3,  # who called zero.shard
-            )
+        shared, stall = self._shared, self._shared.stall
+        stall.stall_s = stall_s
+        stall.engines += 1
+        self.watch.engine = self.exchange(stall.engines)[0]
+        if shared.group is None:
+            faults = [fault for fault in self.exchange(stall.meet(_MEET_S)) if fault is not None]
+            if faults:
+                stall.fault = faults[0]  # one rank alone without a watch would look like one that has ended
+                if self.rank == 0:
+                    warnings.warn(
+                        f"no rank is watched for stalls: {faults[0]}",
+                        stacklevel=3,  # who called zero.shard
+                    )
+            with self.watch.doing("opening a process group"):
+                shared.group = self._open(partial(dist.new_group, timeout=_timeout_of(self.group, self.device)))
+        self.group = shared.group
+        self.watch.interrupts.append(partial(_interrupt, ref(self.group), self.device))
         self.take_number()
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
@@ -522,29 +544,32 @@ def open_wire(device: torch.device, stall_s: float | None = None) -> SoloWire:
         )
     if ranks == 1:
         return SoloWire()
-    _watcher(dist.distributed_c10d._get_default_group(), stall_s)
+    _shared(dist.distributed_c10d._get_default_group(), device, stall_s)
     return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
 
 
-def _watcher(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
-    found = _WATCHERS.get(home)
+def _shared(home: dist.ProcessGroup, device: torch.device, stall_s: float | None = None) -> _Shared:
+    found = _SHARED.get(home)
     if found is None:
         store: Any = dist.distributed_c10d._get_default_store()
-        server = server_of(store)
+        server = store
+        while hasattr(server, "underlying_store"):  # under the prefixes
+            server = server.underlying_store
         endpoint = (server.host, server.port) if isinstance(server, dist.TCPStore) else None
-        found = Watcher(home, store, endpoint, _WATCH, dist.get_rank(), dist.get_world_size(), stall_s)
-        _WATCHERS[home] = found
+        stall = StallWatch(home, store, endpoint, dist.get_rank(), dist.get_world_size(), stall_s)
+        stall.home_interrupt = partial(_interrupt, ref(home), device)
+        found = _SHARED[home] = _Shared(stall)
     elif stall_s is not None:
-        found.stall_s = stall_s
+        found.stall.stall_s = stall_s
     return found
 
 
 def _reader() -> Reader:
     home: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-    found = _READERS.get(home)
-    if found is None:
-        found = _READERS[home] = Reader(home)
-    return found
+    shared = _SHARED[home]
+    if shared.reader is None:
+        shared.reader = Reader(home)
+    return shared.reader
 
 
 def _interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
@@ -570,6 +595,12 @@ def home_device() -> torch.device:
         if torch.device("cpu") not in group._device_types:
             return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return the limit that user code has set for a group's collectives; None: torch's default."""
+    found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
 
 
 def _wait_for_all(works: Sequence[Any]) -> None:

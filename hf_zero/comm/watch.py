@@ -1,25 +1,23 @@
-"""Blocking waits for other ranks: counted, seen by the watcher, and ended with a `StallError` on every rank.
+"""Blocking waits for other ranks: counted, seen by the stall watch, and ended with a `StallError`.
 
-Before each blocking wait a wire stores one object, `Watch.at`; nothing else happens in a step. The rest is in `watcher`.
+Before each blocking wait a wire stores one object, `Watch.at`. Nothing else happens in a step. `stall` does the rest.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from ..errors import StallError
 from .inflight import Counters
-from .places import NETWORK, SAME_STEPS, Place
 
 STALL_S = 30.0
 """For wires that are opened before an engine's settings are known."""
-
-SLOW = 10
-"""A rank that waits for no other or does not answer, and a wait in which all ranks stand together (a long transfer), are given
-this many times `stall_s`: they may get further by themselves. The others say on stderr for whom they wait."""
+NO_GRAD = "a forward without gradients"
+AFTER_STEP = "what follows the step"
+"""Values of `Watch.phase`."""
 
 _BROKEN = (
     "closed by peer",
@@ -32,22 +30,13 @@ _BROKEN = (
     "Network is unreachable",
     "Socket closed",
 )
-_LOST = "That rank's process has ended, or raised an error before this one: its own output, further up or in its log, says why"
 
 
 class Lane(Protocol):
-    """All waits of one thread of the program. Each call returns within seconds, also where nothing can be reached."""
+    """All waits of one thread."""
 
-    def ask_for_verdict(self) -> str | None:
-        """Return why this rank cannot continue, if that is known."""
-
-    def place(self) -> Place: ...
-
-    def ended(self, engine: int) -> Sequence[Place]:
-        """Return ranks that have released an engine."""
-
-    def unreachable(self) -> str:
-        """Return which hosts cannot be reached; empty: none is known."""
+    def explain_break(self) -> tuple[str, bool]:
+        """A connection has broken: return why this rank cannot continue, and whether that is everyone's verdict."""
 
 
 class Wait:
@@ -64,8 +53,10 @@ class Wait:
         self.started = 0.0
 
     def wait(self) -> None:
-        """Raises:
-        StallError: this rank waits for one that will not come, or has ended.
+        """Wait for the call.
+
+        Raises:
+            StallError: this rank waits for one that will not come, or that has ended.
         """
         watch = self._watch
         if watch.verdict is not None:
@@ -90,15 +81,16 @@ class Watch:
     """What one wire waits for.
 
     Attributes:
-        at: the wait under way, if any. Stored by the wire, read by the thread.
+        at: the current wait, if any. Stored by the wire, read by the watch thread.
         done: waits that have ended.
         last: when the last wait began.
         step: optimizer steps made.
-        phase: what the engine is doing.
+        phase: what the engine does.
         units: names of units by message tag.
-        engine: the number of the engine that the wire is for, the same on every rank; 0: it is for none.
-        among: by kind of wait, for which of the ranks, where these are not all; words that follow what is waited for.
-        verdict: why this rank cannot go on. Every wait that begins or breaks afterwards raises it.
+        engine: number of the engine that the wire is for, the same on every rank; 0: none.
+        among: by kind of wait, the ranks that take part where these are not all; follows what is waited for.
+        verdict: why this rank cannot continue. Every wait that begins or breaks afterwards raises it.
+        interrupts: calls that together break every wait of the wire, from another thread.
     """
 
     def __init__(self, *interrupts: Callable[[], None]) -> None:
@@ -113,12 +105,11 @@ class Watch:
         self.verdict: str | None = None
         self.purposes: list[str] = []
         self.interrupts = [*interrupts]
-        """Together they break every wait of the wire; called in another thread."""
         self.lane: Lane | None = None
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Around a collective that a program calls by itself: named to those that wait, and to those that do not come."""
+        """Name a call of user code that needs all ranks, while it runs."""
         self.purposes.append(what)
         try:
             yield
@@ -129,18 +120,11 @@ class Watch:
         return StallError(self.verdict or "")
 
     def explained(self, error: RuntimeError) -> Exception:
-        """What to raise for an error that a wait ended with."""
-        lane = self.lane
-        if self.verdict is None and lane is not None:
-            self.verdict = lane.ask_for_verdict()
-        if self.verdict is not None:
-            return self.error()
-        if lane is None or not any(word in str(error) for word in _BROKEN):
-            return error
-        here = lane.place()
-        who = "; ".join(f"rank {place.rank} {place}" for place in lane.ended(self.engine))
-        lost = lane.unreachable()
-        return StallError(
-            f"rank {here.rank}, {here}: the connection to another rank has broken. "
-            + (f"{lost}. {NETWORK}" if lost else f"{who}. {SAME_STEPS}" if who else _LOST)
-        )
+        """Return what to raise for an error that a wait ended with."""
+        if self.verdict is None and self.lane is not None:
+            reason, is_verdict = self.lane.explain_break()
+            if is_verdict:
+                self.verdict = reason
+            elif any(word in str(error) for word in _BROKEN):
+                return StallError(reason)
+        return error if self.verdict is None else self.error()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.places import AFTER_STEP, NO_GRAD
+from ..comm.watch import AFTER_STEP, NO_GRAD
 from ..errors import LayoutError, StallError, StateError
 from ..plan.plan import keeps
 from ..plan.record import Recorder, batch_of

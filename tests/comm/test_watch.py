@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.comm.watch import SLOW
+from hf_zero.comm.stall import SLOW
 from tests.kit.common import batch, gpt2, optimizer_for
 from tests.kit.pool import RankPool
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import hf_zero as zero
-from hf_zero.comm.watch import SLOW
+from hf_zero.comm.stall import SLOW
 from tests.kit.hosts import ADDRESSES, HOSTS, Link, NoNamespaces, two_hosts, wait_until
 from tests.kit.pool import free_port
 
