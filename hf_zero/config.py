@@ -41,7 +41,7 @@ STAGES = {
     3: StagePolicy(shard=True, keep_full=False, reduce_each_backward=True),
 }
 
-WIRES = ("none", "int8", "fp8", "int4")
+WIRES = ("none", "int8", "fp8")
 OFFLOADS = ("none", "cpu", "disk", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -241,8 +241,8 @@ class ZeroConfig:
     wire: str = field(
         default="none",
         metadata={
-            "help": "Format in which gradients and trained matrices travel: none (their types), or blocks of int8, fp8 "
-            "(e4m3) or int4 codes with a scale each, a quarter or an eighth of float32's bytes; sums and masters stay float32.",
+            "help": "Format in which gradients and trained matrices travel: none (their types), or blocks of int8 or fp8 "
+            "(e4m3) codes with a scale each, a quarter of float32's bytes; sums and masters stay float32.",
             "choices": WIRES,
         },
     )

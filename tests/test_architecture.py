@@ -32,9 +32,9 @@ ONLY_HERE = {
     "transformers": ("huggingface",),
     "peft": ("huggingface",),
     "huggingface_hub": ("checkpoint.export", "checkpoint.hub"),
-    # `group_wire`: how many processes the launcher started, which torch reports only once a group is open. `channel`: gloo's
+    # `group_wire`: how many processes the launcher started, which torch reports only once a group is open. `link`: gloo's
     # network interface, which torch does not report. `tiers.host`: the settings of malloc, which glibc does not report.
-    "os.environ": ("huggingface", "cli", "comm.group_wire", "comm.channel", "tiers.host"),
+    "os.environ": ("huggingface", "cli", "comm.group_wire", "comm.link", "tiers.host"),
     "os.getenv": ("huggingface", "cli"),
 }
 STREAMS = ("comm.group_wire", "comm.inflight", "tiers.host")

@@ -556,8 +556,8 @@ def _shared(home: dist.ProcessGroup, device: torch.device, stall_s: float | None
         while hasattr(server, "underlying_store"):  # under the prefixes
             server = server.underlying_store
         endpoint = (server.host, server.port) if isinstance(server, dist.TCPStore) else None
-        stall = StallWatch(home, store, endpoint, dist.get_rank(), dist.get_world_size(), stall_s)
-        stall.home_interrupt = partial(_interrupt, ref(home), device)
+        interrupt = partial(_interrupt, ref(home), device)
+        stall = StallWatch(home, store, endpoint, dist.get_rank(), dist.get_world_size(), interrupt, stall_s)
         found = _SHARED[home] = _Shared(stall)
     elif stall_s is not None:
         found.stall.stall_s = stall_s

@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import psutil
 
@@ -61,9 +60,6 @@ class Position:
             return False
         mine, theirs = ((p.waits_for, p.engine, p.step, p.purpose) for p in (self, other))
         return mine == theirs
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def explain(what: str, positions: Mapping[int, str], hosts: Sequence[str], advice: str) -> str:

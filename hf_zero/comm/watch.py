@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..errors import StallError
 from .inflight import Counters
@@ -32,11 +31,8 @@ _BROKEN = (
 )
 
 
-class Lane(Protocol):
-    """All waits of one thread."""
-
-    def explain_break(self) -> tuple[str, bool]:
-        """A connection has broken: return why this rank cannot continue, and whether that is everyone's verdict."""
+Explain = Callable[[], tuple[str, bool]]
+"""Returns why this rank cannot continue after a connection has broken, and whether that is the verdict of all ranks."""
 
 
 class Wait:
@@ -90,6 +86,7 @@ class Watch:
         engine: number of the engine that the wire is for, the same on every rank; 0: none.
         among: by kind of wait, the ranks that take part where these are not all; follows what is waited for.
         verdict: why this rank cannot continue. Every wait that begins or breaks afterwards raises it.
+        explain: set by the stall watch.
         interrupts: calls that together break every wait of the wire, from another thread.
     """
 
@@ -105,7 +102,7 @@ class Watch:
         self.verdict: str | None = None
         self.purposes: list[str] = []
         self.interrupts = [*interrupts]
-        self.lane: Lane | None = None
+        self.explain: Explain | None = None
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -121,8 +118,8 @@ class Watch:
 
     def explained(self, error: RuntimeError) -> Exception:
         """Return what to raise for an error that a wait ended with."""
-        if self.verdict is None and self.lane is not None:
-            reason, is_verdict = self.lane.explain_break()
+        if self.verdict is None and self.explain is not None:
+            reason, is_verdict = self.explain()
             if is_verdict:
                 self.verdict = reason
             elif any(word in str(error) for word in _BROKEN):
