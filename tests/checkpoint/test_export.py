@@ -470,7 +470,7 @@ def test_export_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert str(tmp_path / "out") in capsys.readouterr().out
     assert load_file(tmp_path / "out" / "model.safetensors")["transformer.ln_f.weight"].dtype == torch.bfloat16
     assert cli.main(["export", str(source)]) == 2
-    assert "neither" in capsys.readouterr().err
+    assert "Choose where to export: --output" in capsys.readouterr().err
 
 
 def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
