@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import StateError
 from .build import give_back
@@ -20,6 +20,9 @@ from .presence import Presence
 from .schedule import Schedule
 from .span import Span
 from .unit import Unit
+
+_ENGINE = "_hf_zero_engine"
+"""Where a sharded module keeps its engine."""
 
 
 class Engine:
@@ -46,6 +49,8 @@ class Engine:
         for observer in context.events.observers:
             observer.attach(self)
             self._undo.append(observer.detach)
+        self.model.__dict__[_ENGINE] = self
+        self._undo.append(lambda: self.model.__dict__.pop(_ENGINE, None))
 
     @property
     def trained(self) -> list[Span]:
@@ -221,3 +226,12 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         return {"units": len(self.units)}
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """Return the engine of a sharded model, also through wrappers that hold it as a submodule; None for any other module."""
+    for module in model.modules():
+        engine: Engine | None = module.__dict__.get(_ENGINE)
+        if engine is not None:
+            return engine
+    return None
