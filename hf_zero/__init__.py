@@ -1,6 +1,7 @@
 """hf_zero: native ZeRO sharding (stages 0 to 3) for PyTorch and Hugging Face training loops."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from . import (  # noqa: F401  (`huggingface` registers what knows transformers; none loads torch)
@@ -98,6 +99,10 @@ _NAMES = {
     "runtime.engine": ("Engine", "engine_of", "on_preemption"),
     "runtime.shard": ("shard",),
 }
+if os.environ.get("HF_ZERO_NEXT"):  # development only
+    _NAMES |= {"engine.engine": ("Engine", "engine_of"), "params.shard": ("shard",)}
+    _NAMES["runtime.engine"] = ("on_preemption",)
+    del _NAMES["runtime.shard"]
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "__version__"])
