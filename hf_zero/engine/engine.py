@@ -44,7 +44,10 @@ class Engine:
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
-            self._undo.append(Autocast(self.model, context.precision, context.device).remove)
+            spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]
+            cast = {param for span in spans for param in span.params}
+            hosts = [host for unit in self.units for host in unit.hosts]
+            self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
         for binding in bindings:
             self._take_methods(binding)
         for observer in context.events.observers:
