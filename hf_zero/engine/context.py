@@ -74,6 +74,11 @@ class Context:
                 "one. Load a checkpoint (engine.load), or stop"
             )
 
+    def forget_failure(self) -> None:
+        """All values were written again."""
+        self.failure, self._noted, self._severity = None, None, 0
+        self.has_updated = False
+
     # Offload ----------------------------------------------------------------------------------------------------------
 
     def storage_tier(self, tier: Tier) -> StorageTier:
