@@ -15,6 +15,7 @@ EVENTS = (
     "after_backward",
     "before_step",
     "after_step",
+    "step_paused",
     "after_zero_grad",
     "before_gather",
     "unit_unsharded",
@@ -39,6 +40,7 @@ class Observer:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
     One unit:
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
@@ -71,6 +73,7 @@ class Events:
     after_backward: list[Callable[[], None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
+    step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]

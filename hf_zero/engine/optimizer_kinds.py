@@ -33,7 +33,9 @@ class Kind(Enum):
     MATRICES = "matrices"
 
 
-_ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
+_ELEMENTWISE = frozenset(
+    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
 """Classes of `torch.optim`."""
 _MATRICES = {
     name: reason
@@ -80,9 +82,7 @@ def register_optimizer(cls: type[torch.optim.Optimizer], kind: str) -> None:
         raise ConfigError(f"kind is {kind!r}. Use 'elementwise' or 'matrices'") from None
 
 
-def kind_of(
-    optimizer: torch.optim.Optimizer, params: Container[Tensor], *, sharded: bool, offloaded: bool
-) -> Kind:
+def kind_of(optimizer: torch.optim.Optimizer, params: Container[Tensor], *, sharded: bool, offloaded: bool) -> Kind:
     """Return what an optimizer steps over.
 
     Args:
@@ -164,14 +164,14 @@ def state_bytes(
 # Reasons --------------------------------------------------------------------------------------------------------------
 
 
-def _why_unsupported(
-    optimizer: torch.optim.Optimizer, params: Container[Tensor], *, is_torchs: bool
-) -> str | None:
+def _why_unsupported(optimizer: torch.optim.Optimizer, params: Container[Tensor], *, is_torchs: bool) -> str | None:
     for base in type(optimizer).__mro__:
         if base.__name__ in _UNSUPPORTED:
             return _UNSUPPORTED[base.__name__]
     for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state", "defaults") and any(found in params for found in _parameters_in(value)):
+        if name not in ("param_groups", "state", "defaults") and any(
+            found in params for found in _parameters_in(value)
+        ):
             return f"it keeps the parameters it was built with (as {name!r})"
     if is_torchs:
         return None
@@ -211,7 +211,11 @@ def _reason(optimizer: torch.optim.Optimizer, ask: Callable[[Trial], str | None]
         try:
             why = ask(trial)
         except Exception as error:  # of any kind: user code
-            why = None if trial.is_small else f"it could not be tried on a small example ({type(error).__name__}: {error})"
+            why = (
+                None
+                if trial.is_small
+                else f"it could not be tried on a small example ({type(error).__name__}: {error})"
+            )
         if why is not None:
             return why
     return None
@@ -229,6 +233,6 @@ def _refuse_hidden_counts(optimizer: torch.optim.Optimizer) -> None:
             missed |= trial.counts(with_gradient=True) - trial.counts(with_gradient=False)
     if missed:
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} cannot run where state is offloaded: it changes {min(missed)!r} only in steps in which "
-            f"a parameter has a gradient, and its own step sees none. Use {_INSTEAD}, or set offload_optimizer='none'"
+            f"{type(optimizer).__name__} cannot run where state is offloaded: it changes {min(missed)!r} only in steps in "
+            f"which a parameter has a gradient, and its own step sees none. Use {_INSTEAD}, or set offload_optimizer='none'"
         )

@@ -32,7 +32,6 @@ _CUT = 2311
 """Elements of the first of two flat parts. No block size divides it."""
 _SHOWN = {"lr": 0.01, "initial_lr": None, "weight_decay": 0.01}
 """Options that scale an update, and the least that a trial takes: a warm-up's first rate would hide in rounding."""
-_TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
 
 Grads = Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]
 
@@ -61,7 +60,7 @@ class Trial:
         parts = torch.cat([self._run(lambda t: t.flatten()[:cut])[0], self._run(lambda t: t.flatten()[cut:])[0]])
         if (number := self._number_of_gradients()) is not None:
             return number
-        if not torch.allclose(whole, parts, **_TOLERANCE):
+        if not _agree(whole, parts):
             return f"it gives other results on two flat slices than on a whole parameter ({self._shape})"
         reductions = _Reductions(whole.numel())
         with suppress(Exception):  # a compiled step may refuse to be watched; its results agree
@@ -78,7 +77,7 @@ class Trial:
             return number
         for other_first in (False, True):
             for apart in (False, True):
-                if not torch.allclose(alone, self._beside(other_first, apart), **_TOLERANCE):
+                if not _agree(alone, self._beside(other_first, apart)):
                     return f"it gives a parameter another update beside others than alone ({self._shape})"
         return None
 
@@ -197,6 +196,10 @@ def _ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> to
     if callable(train):  # schedule-free optimizers step in no other mode
         train()
     return twin
+
+
+def _agree(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, rtol=1e-5, atol=1e-7)
 
 
 def _can_be_saved(value: Any) -> bool:

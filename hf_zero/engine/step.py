@@ -63,8 +63,7 @@ class StepWrapper:
         self._optimizer, self._work, self._held = optimizer, work, held
         self._handles = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
         self._hooks: tuple[Any, Any] | None = None  # the optimizer's own, while a step has copies in another order
-        self._depth = -1  # calls of hooked steps inside one another; -1: no step runs
-        self._snapshot: Snapshot | None = None
+        self._reset()
         self._had = optimizer.__dict__.get("step")
         inner = optimizer.step
 
@@ -74,6 +73,11 @@ class StepWrapper:
 
         # A bound method: torch's schedulers wrap `step.__func__`.
         self._step_method = optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def _reset(self) -> None:
+        self._depth = -1  # calls of hooked steps inside one another; -1: no step runs
+        self._snapshot: Snapshot | None = None
+        self._has_written = self._is_complete = False
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -97,7 +101,7 @@ class StepWrapper:
                 raise
             finally:
                 self._restore_hooks()
-                self._depth, self._snapshot = -1, None
+                self._reset()
 
     def _order_hooks(self) -> None:
         optimizer: Any = self._optimizer
@@ -128,17 +132,21 @@ class StepWrapper:
             instead = self._run_now(closure) if self._work.runs_closure_first(optimizer) else self._around(closure)
             is_keyword = "closure" in kwargs
             changed = (args, {**kwargs, "closure": instead}) if is_keyword else ((args[0], instead, *args[2:]), kwargs)
-        self._work.before_step(optimizer)
-        self._snapshot = Snapshot(optimizer)
-        self._work.prepare_step(optimizer)
+        self._begin()
         return changed
+
+    def _begin(self) -> None:
+        self._work.before_step(self._optimizer)
+        self._work.prepare_step(self._optimizer)
+        self._snapshot = Snapshot(self._optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._snapshot = None  # written, and as a whole: what raises from here on is no half step of this optimizer
             self._restore_hooks()
+            self._has_written = True
             self._work.after_step(optimizer)
+            self._is_complete = True
 
     @staticmethod
     def _run_now(closure: Closure) -> Closure:
@@ -148,19 +156,22 @@ class StepWrapper:
 
     def _around(self, closure: Closure) -> Closure:
         def run() -> Any:
+            # A backward may split segments: what was known of the state before it is not comparable.
+            self._has_written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
+            self._snapshot = None
             self._work.before_closure(self._optimizer)
             result = closure()
-            self._work.before_step(self._optimizer)
-            self._work.prepare_step(self._optimizer)
+            self._begin()
             return result
 
         return run
 
     def _raised(self, error: BaseException) -> None:
-        snapshot = self._snapshot
-        if self._depth == 0 or isinstance(error, StallError):  # after the step, or nothing can be used any more
+        if self._is_complete or isinstance(
+            error, StallError
+        ):  # a post-hook of user code; or nothing can be used any more
             return
-        written = snapshot is not None and not snapshot.restore()
+        written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
         self._work.step_raised(self._optimizer, f"{type(error).__name__}: {error}" if written else None)
 
 
@@ -182,7 +193,9 @@ class Snapshot:
             (
                 param._version,
                 param.data_ptr(),
-                sample(param.detach().reshape(-1)) if samples and param.device.type == "cpu" and param.numel() else None,
+                sample(param.detach().reshape(-1))
+                if samples and param.device.type == "cpu" and param.numel()
+                else None,
             )
             for param in self._params
         ]

@@ -7,7 +7,7 @@ part of the state. An element's update must depend on that element's values alon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Twin:
         """The options of the group that was stepped last: a step may add some."""
         return set(self._twin.param_groups[0])
 
-    def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` in place. Returns the state; its tensors are those of `state` where these existed."""
         param = nn.Parameter(master, requires_grad=True)
         param.grad = grad
@@ -58,6 +58,10 @@ class Twin:
         self._kind.step(twin)
         found: dict[str, Any] = twin.state.get(param, {})
         if master.numel() and param.data_ptr() != master.data_ptr():  # the optimizer assigned `param.data`
+            memory = master.untyped_storage().data_ptr()
+            for name, value in found.items():  # and may have kept the former memory
+                if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
+                    found[name] = value.clone()
             master.copy_(param.detach())
         return found
 
@@ -72,7 +76,7 @@ def copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update({key: copied(value) for key, value in _attributes(optimizer).items()})
     torch.optim.Optimizer.__init__(made, groups, dict(optimizer.defaults))
-    return made  # type: ignore[no-any-return]
+    return cast(torch.optim.Optimizer, made)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     skipped = set(_NOT_COPIED)
     for key, value in optimizer.__dict__.items():
         method = getattr(value, "__wrapped__", None)
-        if method is not None and method is getattr(type(optimizer), key, None):
+        if method is not None and getattr(method, "__func__", method) is getattr(type(optimizer), key, None):
             skipped.add(key)
     return {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
 
