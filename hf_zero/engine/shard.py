@@ -96,8 +96,8 @@ def shard(
     layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
-    context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
+    context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):

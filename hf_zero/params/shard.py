@@ -27,5 +27,6 @@ def shard(
 
     As `hf_zero.engine.shard`, with the observers of `compat` and `diagnostics`.
     """
-    observers = [*compat.observers(), *diagnostics.observers()]
+    config = config or ZeroConfig()
+    observers = [*compat.observers(), *diagnostics.observers(config)]
     return shard_core(model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, **options)
