@@ -7,11 +7,12 @@ from ..engine.observer import Observer
 from .equal import SameValues
 from .finite import Finite
 from .options import SameOptions
+from .recorder import Records
 
 
 def observers(config: ZeroConfig) -> list[Observer]:
     """Return new observers for one engine."""
-    found: list[Observer] = [SameOptions()]
+    found: list[Observer] = [SameOptions(), Records()]
     if config.debug:
         found += [SameValues(), Finite()]
     return found

@@ -37,6 +37,7 @@ class Context:
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
+        step_wait_s: how long training has waited for updates by the other thread.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Context:
     failure: str | None = None
     is_stepping: bool = False
     has_updated: bool = False
+    step_wait_s: float = 0.0
     _noted: ZeroError | None = None
     _severity: int = 0
 

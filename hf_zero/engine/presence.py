@@ -101,6 +101,7 @@ class Presence:
             bucket.present = present
             if not any(present):
                 bucket.grad = None
+                bucket.count_grad()
             elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
                 self._split(span)
         for segment in span.segments:

@@ -9,9 +9,9 @@ from torch import nn
 
 from .. import compat, diagnostics
 from ..config import ZeroConfig
-from ..engine.engine import Engine
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
+from .engine import Engine
 
 
 def shard(
@@ -29,4 +29,6 @@ def shard(
     """
     config = config or ZeroConfig()
     observers = [*compat.observers(), *diagnostics.observers(config)]
-    return shard_core(model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, **options)
+    return shard_core(
+        model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, kind=Engine, **options
+    )
