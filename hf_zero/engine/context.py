@@ -14,6 +14,7 @@ from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision
 from ..errors import StateError, TierError, ZeroError
+from ..plan.machine import free_device_bytes, free_host_bytes
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .observer import Events
@@ -35,6 +36,7 @@ class Context:
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
+        is_unsharded: inside `Engine.unsharded`.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Context:
     failure: str | None = None
     is_stepping: bool = False
     has_updated: bool = False
+    is_unsharded: bool = False
     _noted: ZeroError | None = None
     _severity: int = 0
 
@@ -73,6 +76,22 @@ class Context:
                 f"an optimizer's step stopped half-way ({self.failure}): some values are of the step before, some of this "
                 "one. Load a checkpoint (engine.load), or stop"
             )
+
+    def refuse_unsharded(self, what: str) -> None:
+        """
+        Raises:
+            StateError: inside `Engine.unsharded`: the full parameters there would be old after `what`.
+        """
+        if self.is_unsharded:
+            raise StateError(
+                f"{what} was called inside zero.unsharded: the weights that it shows would be old. End the context first"
+            )
+
+    def free_bytes(self) -> int:
+        """Device memory that this rank may still take. A collective."""
+        if self.device.type == "cuda":
+            return free_device_bytes(self.device)
+        return free_host_bytes(self.wire.ranks_here())
 
     # Offload ----------------------------------------------------------------------------------------------------------
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.wire import Traffic
 from ..config import ZeroConfig
 from ..errors import StateError
 from .build import give_back
 from .clipping import clip_norm, clip_value
 from .context import Context
+from .graph import backward_id
 from .host_step import Stepper
 from .optimizer import Binding, StepWrapper
 from .precision import Autocast
@@ -21,6 +23,7 @@ from .presence import Presence
 from .schedule import Schedule
 from .span import Span
 from .unit import Unit
+from .unsharded import Hold, same_on_all_ranks
 
 _ENGINE = "_hf_zero_engine"
 """Where a sharded module keeps its engine."""
@@ -124,6 +127,7 @@ class Engine:
                 "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
             )
         self.context.check()
+        self.context.refuse_unsharded("optimizer.step()")
         self._wire.watch.phase = "optimizer.step()"
         self.schedule.flush()
         if self.schedule.lost is not None:
@@ -149,8 +153,13 @@ class Engine:
         self.context.failure = reason
 
     @torch.no_grad()
-    def refresh(self, spans: list[Span]) -> None:
-        """The masters of these spans were written: full parameters that the stage keeps are gathered again. A collective."""
+    def refresh(self, spans: list[Span] | None = None) -> None:
+        """The masters of these spans (None: all) were written: full parameters are gathered again where they stay.
+
+        A collective.
+        """
+        if spans is None:
+            spans = [span for unit in self.units for span in unit.spans]
         by_unit: dict[Unit, list[Span]] = {}
         chosen = set(map(id, spans))
         for unit in self.units:
@@ -230,10 +239,46 @@ class Engine:
         self.schedule.flush()
         self.wait_for_steps()
 
+    # Full parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages that this rank has sent."""
+        return self._wire.traffic
+
+    def before_read(self, units: Sequence[Unit] | None = None) -> None:
+        """Masters of these units (None: all) have what user code wrote to parameters, and no other thread writes them."""
+        units = self.units if units is None else units
+        for event in self.events.before_read:
+            event(units)
+        for unit in units:
+            unit.wait_for_step()
+
+    @contextmanager
+    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+        """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`."""
+        context = self.context
+        if context.is_unsharded:  # the outer one decides
+            yield
+            return
+        if backward_id() >= 0:
+            raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
+        self.schedule.quiesce()
+        self.before_read()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        context.is_unsharded = True
+        try:
+            yield
+            same_on_all_ranks(context)
+        finally:
+            context.is_unsharded = False
+            hold.end(hold.written())
+
     # End --------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective."""
+        self.context.refuse_unsharded("Engine.detach")
         self.schedule.quiesce()
         self.wait_for_steps()
         self.context.raise_failures("detach()")

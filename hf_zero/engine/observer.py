@@ -23,6 +23,7 @@ EVENTS = (
     "unit_reduced",
     "before_save",
     "after_load",
+    "before_read",
     "sharded_read",
     "data_read",
     "data_assigned",
@@ -44,6 +45,8 @@ class Observer:
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`, `after_load()`.
+    Values from outside the engine:
+        `before_read(units)`: masters of these units are read, on every rank: they must have what user code wrote to parameters.
     Access to a parameter from outside the engine:
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
@@ -79,6 +82,7 @@ class Events:
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
     after_load: list[Callable[[], None]]
+    before_read: list[Callable[..., None]]
     sharded_read: list[Callable[..., None]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]

@@ -197,6 +197,7 @@ class Schedule:
         """The first hook of a backward."""
         if self.in_backward:
             return
+        self.context.refuse_unsharded("a backward")
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
         self._task = backward_id()
         self._keeps_graph = torch.is_grad_enabled()

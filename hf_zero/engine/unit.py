@@ -41,6 +41,7 @@ class Unit:
         hosts: modules whose forward uses it.
         index: its number among the model's units.
         step: an update of its offloaded spans by another thread; None if there is none.
+        is_held: full parameters stay gathered, whatever passes do: `release` does nothing.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Unit:
         self.context, self.events = context, context.events
         self.state = State.GATHERED
         self.step: UnitStep | None = None
+        self.is_held = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
@@ -120,7 +122,7 @@ class Unit:
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
-        if self.state is State.SHARDED or not self.context.frees:
+        if self.state is State.SHARDED or not self.context.frees or self.is_held:
             return
         if self.state is State.GATHERING:
             self.wait()
