@@ -32,6 +32,7 @@ from .bucket import Bucket
 from .context import Context
 from .parameter import Place, adopt, original_class, raw_data, set_raw_data
 from .segments import Segment
+from .written import put
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -214,16 +215,44 @@ class Span:
             TierError: it could not be read from disk, on this rank alone.
         """
         self.unit.wait_for_step()
+        for event in self.events.master_read:
+            event(self)
         stop = self.local_numel if numel is None else start + numel
         return fetch(self.master[start:stop])
 
     @torch.no_grad()
     def write(self, start: int, values: Tensor) -> None:
         """Write elements of this rank's slice, from `start` on. What is gathered is old afterwards."""
+        for event in self.events.master_read:
+            event(self)
+        self.store(start, values)
+
+    @torch.no_grad()
+    def store(self, start: int, values: Tensor) -> None:
+        """As `write`, where what user code wrote to parameters is in the master already."""
         self.unit.wait_for_step()
         self.master[start : start + values.numel()].copy_(values)
         if self.published is not None:
             self.published[start : start + values.numel()].copy_(values.to(self.compute_dtype))
+
+    def put(self, index: int, values: Tensor) -> None:
+        """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
+        if self.unit.state.name == "GATHERING":
+            self.unit.wait()
+        if self.is_readable and self.has_outside_views:
+            self.leave_storage()  # what user code has read keeps its values, and `values` may be a part of it
+        put(self, index, values)
+
+    @property
+    def is_readable(self) -> bool:
+        """`full` has memory."""
+        return self.stays or self._gathered_bytes > 0
+
+    @property
+    def has_outside_views(self) -> bool:
+        """Tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
+        segments = len(self.segments) if self.is_alias else 0
+        return self.references > 3 + 2 * len(self.views) + segments
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""

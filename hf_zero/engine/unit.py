@@ -126,6 +126,10 @@ class Unit:
             self.wait()
         for event in self.events.unit_resharded:
             event(self)
+        self.close()
+
+    def close(self) -> None:
+        """Free the full parameters."""
         self.state = State.SHARDED
         # Parameters first: an operation on one whose buffer has no memory would crash the process.
         set_released(self.params, True)
