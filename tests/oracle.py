@@ -402,7 +402,12 @@ def _next_weights(each: Any) -> dict[str, Any]:
         return each.plain.state_dict()
     from hf_zero.engine.build import full_values
 
-    found = {name: buffer for name, buffer in each.plain.named_buffers()}
+    found = {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, module in each.plain.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
     each.engine.schedule.quiesce()
     each.engine.wait_for_steps()
     for unit in each.engine.units:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,10 @@ class Engine:
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
-            self._undo.append(Autocast(self.model, context.precision, context.device).remove)
+            spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]
+            cast = {param for span in spans for param in span.params}
+            hosts = [host for unit in self.units for host in unit.hosts]
+            self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
         for binding in bindings:
             self._take_methods(binding)
         for observer in context.events.observers:
@@ -246,14 +249,6 @@ class Engine:
         """Bytes and messages that this rank has sent."""
         return self._wire.traffic
 
-    def before_read(self, units: Sequence[Unit] | None = None) -> None:
-        """Masters of these units (None: all) have what user code wrote to parameters, and no other thread writes them."""
-        units = self.units if units is None else units
-        for event in self.events.before_read:
-            event(units)
-        for unit in units:
-            unit.wait_for_step()
-
     @contextmanager
     def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
         """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`."""
@@ -264,7 +259,6 @@ class Engine:
         if backward_id() >= 0:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
-        self.before_read()
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         context.is_unsharded = True
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LayoutError, StateError
+from ..errors import StateError
 
 if TYPE_CHECKING:
     from .span import Span
@@ -71,12 +71,11 @@ class ShardedParameter(nn.Parameter):
     def data(self, values: Tensor) -> None:
         place = self._zero_place
         if values.shape != self.shape:
-            raise LayoutError(
+            raise StateError(
                 f"{place.span.name_of(place.index)!r} was assigned values of shape {tuple(values.shape)}, and has shape "
                 f"{tuple(self.shape)}. A sharded parameter keeps its shape: detach() the engine first"
             )
-        with torch.no_grad():
-            place.span.view(place.index).copy_(values)
+        place.span.put(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
 

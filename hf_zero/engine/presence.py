@@ -15,6 +15,7 @@ from .span import Span
 from .unit import Unit
 
 Flags = list[bool]
+_MOST = 0x7FFFFFFF
 
 
 class Presence:
@@ -40,10 +41,14 @@ class Presence:
         late = [unit.has_local_grads if unit.trained else False for unit in units]
         mine = [self._flags(unit) for unit in units]
         changed = [flags != before for flags, before in zip(mine, self._mine)]
+        mark = sum(self._context.marks.values()) & _MOST
         found = self._context.wire.start_maximum(
-            [*map(int, late), *map(int, changed), self._context.severity], at_end=True
+            [*map(int, late), *map(int, changed), mark, _MOST - mark, self._context.severity], at_end=True
         )()
         self._context.raise_failures("backward", found.pop())
+        if found.pop() != _MOST - found.pop():
+            for event in self._context.events.marks_differ:
+                event()
         if any(found[: len(units)]):
             self._reduce_late([unit for unit, flag in zip(units, found) if flag])
             self._land()

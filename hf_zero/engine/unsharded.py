@@ -17,7 +17,7 @@ from ..errors import OutOfMemoryError, RankMismatchError
 from ..tiers.fingerprint import digest
 from .context import Context
 from .span import Span
-from .unit import State, Unit
+from .unit import Unit
 
 
 class Hold:
@@ -42,6 +42,10 @@ class Hold:
             return
         wanted: list[tuple[Span, torch.dtype]] = []
         for unit in self.units:
+            for span in unit.spans:
+                for event in context.events.master_read:
+                    event(span)
+            unit.wait_for_step()
             unit.release()
             for span in unit.spans:
                 dtype = dtype_of(span.layout.spec.dtype) if exact else span.compute_dtype
@@ -98,13 +102,13 @@ class Hold:
             kept: parameters that were written, by span and index. Their masters have the values.
         """
         for unit in self.units:
-            if unit.state is State.GATHERED:
-                # What was written is in the masters, or is to be dropped: observers must not find it once more.
-                for event in self._context.events.unit_unsharded:
-                    event(unit)
             unit.is_held = False
-            for span in unit.spans:
-                span.hide_masters(kept.get(span, ()))
+            if not self._context.frees:
+                for span in unit.spans:
+                    span.hide_masters(kept.get(span, ()))
+            # What was written is in the masters, or is to be forgotten: no release may find it once more.
+            for event in self._context.events.writes_dropped:
+                event(unit)
             unit.release()
 
 

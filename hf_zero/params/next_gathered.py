@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..comm.wire import SoloWire
 from ..engine.context import Context
 from ..engine.engine import engine_of
 from ..engine.parameter import Place, place_of
@@ -93,7 +92,7 @@ class GatheredParameters:
 
     def _leave(self, kept: dict[Span, list[int]]) -> None:
         for group in self._groups:
-            group.hold.end(kept)
+            group.end(kept)
         self._groups.clear()
 
 
@@ -105,9 +104,10 @@ class _Group:
         self._places: list[Place] = [place for param in params if (place := place_of(param)) is not None]
         units = list(dict.fromkeys(place.unit for place in self._places))
         with context.wire.watch.doing("GatheredParameters"):
-            for event in context.events.before_read:
-                event(units)
             self.hold = Hold(context, units, "GatheredParameters", apart=True)
+        self._apart = [unit for unit in units if not unit.is_apart]
+        for unit in self._apart:
+            unit.is_apart = True
         self._is_free = context.is_unsharded  # its edits are the outer context's, also without `modifier_rank`
         self._prints = self._fingerprints()
 
@@ -133,19 +133,22 @@ class _Group:
                         f"parameter {place.span.name_of(place.index)!r} was edited inside GatheredParameters on rank {rank}; "
                         "the edit is discarded. Pass modifier_rank to keep one rank's edits"
                     )
-            for place, flags in zip(self._places, zip(*everyone)):
-                if any(flags) and modifier is not None:
-                    self._keep(place, wire, modifier)
-                    kept.setdefault(place.span, []).append(place.index)
+            written = [place for place, flags in zip(self._places, zip(*everyone)) if any(flags)]
+            for span, index in ((place.span, place.index) for place in written):
+                values = span.view(index).view(-1)
+                if wire.size > 1 and modifier is not None:
+                    wire.broadcast(values.view(torch.uint8), modifier)
+                part = span.part_of(index)
+                if part is not None:
+                    span.write(part.start, values[part.there].to(span.master_dtype))
+                kept.setdefault(span, []).append(index)
 
-    def _keep(self, place: Place, wire: SoloWire, modifier: int) -> None:
-        span = place.span
-        view = span.view(place.index)
-        if wire.size > 1:
-            wire.broadcast(view.view(-1).view(torch.uint8), modifier)
-        part = span.part_of(place.index)
-        if part is not None:
-            span.write(part.start, view.view(-1)[part.there].to(span.master_dtype))
+    def end(self, kept: dict[Span, list[int]]) -> None:
+        self.hold.end(kept)
+        for unit in self._apart:
+            unit.is_apart = False
+            for event in self.context.events.writes_dropped:
+                event(unit)
 
 
 @contextmanager
