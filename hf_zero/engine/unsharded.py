@@ -62,7 +62,8 @@ class Hold:
         except BaseException:
             self.end({})
             raise
-        self._known = {span: digest(span.full) for unit in self.units for span in unit.spans}
+        if not apart:
+            self._known = {span: digest(span.full) for unit in self.units for span in unit.spans}
 
     def _check_memory(self, what: str, wanted: Sequence[tuple[Span, torch.dtype]], free: int) -> None:
         needed = sum(span.layout.numel * dtype.itemsize for span, dtype in wanted)
@@ -110,6 +111,8 @@ class Hold:
             for event in self._context.events.writes_dropped:
                 event(unit)
             unit.release()
+            for span in unit.spans:
+                span.hide_masters()  # of a unit that could not be gathered
 
 
 def same_on_all_ranks(context: Context) -> None:
