@@ -188,10 +188,10 @@ class Gradients(Observer):
         bucket.present[index] = False
         self._changed.setdefault(span, set()).add(index)
         if True not in bucket.present:
-            self._make_ready(span)
+            del self._changed[span]
+            span.unit.wait_for_step()
             bucket.clear(local=False)
             self._engine.fit_segments(span)
-            del self._changed[span]
 
     def settle(self) -> None:
         """Optimizers see what was assigned to `.grad` of parameters."""
@@ -260,18 +260,20 @@ class Gradients(Observer):
 
     def norm(self, place: Place, order: float) -> Tensor:
         """A parameter's. The first question is answered for all parameters, in one collective."""
+        if not self._is_shared:  # a loss scaler writes to plain gradients of the groups, and no event tells
+            return self._parameter_norms(order, place.span)[place]
         if place not in self._norms or self._order != order:
             self._norms = self._parameter_norms(order)
             self._order = order
         return self._norms.pop(place)
 
     @torch.no_grad()
-    def _parameter_norms(self, order: float) -> dict[Place | Segment, Tensor]:
+    def _parameter_norms(self, order: float, only: Span | None = None) -> dict[Place | Segment, Tensor]:
         places: list[Place | Segment] = []
         powers: list[Tensor] = []
 
         def measure() -> None:
-            for span in self._engine.trained:
+            for span in self._engine.trained if only is None else (only,):
                 having = [index for index, present in enumerate(span.bucket.present) if present]
                 if span.bucket.grad is None or not having:
                     continue

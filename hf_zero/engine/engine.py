@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import ZeroConfig
 from ..errors import LayoutError, StateError
 from .build import give_back
 from .clipping import Parts, clip_norm, clip_value
@@ -44,7 +45,10 @@ class Engine:
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
-            self._undo.append(Autocast(self.model, context.precision, context.device).remove)
+            spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]
+            cast = {param for span in spans for param in span.params}
+            hosts = [host for unit in self.units for host in unit.hosts]
+            self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
         for binding in bindings:
             self._take_methods(binding)
         for observer in context.events.observers:
@@ -52,6 +56,28 @@ class Engine:
             self._undo.append(observer.detach)
         self.model.__dict__[_ENGINE] = self
         self._undo.append(lambda: self.model.__dict__.pop(_ENGINE, None))
+
+    @property
+    def config(self) -> ZeroConfig:
+        return self.context.config
+
+    @property
+    def rank(self) -> int:
+        return self._wire.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._wire.size
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that update the model, in their order."""
+        return tuple(binding.optimizer for binding in self.bindings)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The first optimizer; None if there is none."""
+        return self.bindings[0].optimizer if self.bindings else None
 
     @property
     def trained(self) -> list[Span]:

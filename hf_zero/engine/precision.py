@@ -1,8 +1,15 @@
-"""Autocast around the model's forward."""
+"""Autocast around every entry into the model.
+
+An entry is a call of a module while no other module of the model runs in this thread: the model itself, or a part that user
+code calls. A module is replaced in its call (`_compiled_call_impl`, as `nn.Module.compile` does), not by hooks: the engine's
+own hooks run under autocast too, an exception cannot leave it entered, and copies of the module do not have it.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,27 +17,64 @@ from torch import nn
 
 from ..core.precision import Precision
 
+_CALL = "_compiled_call_impl"
+"""What `nn.Module.__call__` calls where an instance has it."""
+
 
 class Autocast:
-    """Enters autocast before every outermost forward of a model, and leaves it after, also after an exception."""
+    """Enters autocast at entries into a model, until `remove`.
 
-    def __init__(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
-        self._precision, self._device = precision, device
-        self._active: list[AbstractContextManager[object]] = []
-        self._handles = [
-            model.register_forward_pre_hook(self._enter, prepend=True),
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
+    Args:
+        hosts: modules whose forward uses a unit.
+        cast: parameters that are gathered in the compute dtype.
+    """
 
-    def _enter(self, *_: Any) -> None:
-        context = self._precision.autocast(self._device)
-        context.__enter__()
-        self._active.append(context)
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        hosts: Collection[nn.Module],
+        cast: Collection[nn.Parameter],
+    ) -> None:
+        self._precision, self._device, self._here = precision, device, _Here()
+        self._replaced: list[tuple[nn.Module, Any]] = []
+        blocks = [host for host in hosts if host is not model]
+        inside = {inner for host in blocks for inner in host.modules()}.difference(blocks)
+        for module in model.modules():
+            # Inside a block only parts that autocast would cast can be entries of their own. Further out all that have
+            # parameters can: what they are given may be of the compute dtype.
+            if module is model or any(param in cast or module not in inside for param in module.parameters()):
+                self._replace(module)
 
-    def _leave(self, *_: Any) -> None:
-        if self._active:
-            self._active.pop().__exit__(None, None, None)
+    def _replace(self, module: nn.Module) -> None:
+        before = module.__dict__.get(_CALL)
+        plain = before if before is not None else partial(type(module)._call_impl, module)
+        module.__dict__[_CALL] = partial(self._enter, plain)
+        self._replaced.append((module, before))
+
+    def _enter(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        here = self._here
+        if here.is_inside or torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        here.is_inside = True
+        try:
+            with self._precision.autocast(self._device):
+                return plain(*args, **kwargs)
+        finally:
+            here.is_inside = False
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        """Give the modules their own calls back."""
+        for module, before in self._replaced:
+            if before is None:
+                module.__dict__.pop(_CALL, None)
+            else:
+                module.__dict__[_CALL] = before
+        self._replaced.clear()
+
+
+class _Here(threading.local):
+    """Autocast is a thread's; so is being inside of a call."""
+
+    is_inside = False
