@@ -13,6 +13,7 @@ EVENTS = (
     "after_forward",
     "before_backward",
     "after_backward",
+    "before_clip",
     "before_step",
     "after_step",
     "after_zero_grad",
@@ -31,6 +32,8 @@ EVENTS = (
     "data_assigned",
     "grad_read",
     "grad_assigned",
+    "segment_grad_read",
+    "segment_grad_assigned",
 )
 """Methods that an `Observer` may have."""
 
@@ -41,6 +44,7 @@ class Observer:
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
+        `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
     One unit:
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
@@ -55,6 +59,7 @@ class Observer:
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
+        `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
 
     def attach(self, engine: Any) -> None:
@@ -76,6 +81,7 @@ class Events:
     after_forward: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
+    before_clip: list[Callable[[], None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
@@ -94,3 +100,5 @@ class Events:
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]
     grad_assigned: list[Callable[..., bool]]
+    segment_grad_read: list[Callable[..., Any]]
+    segment_grad_assigned: list[Callable[..., bool]]
