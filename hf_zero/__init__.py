@@ -103,6 +103,7 @@ if os.environ.get("HF_ZERO_NEXT"):  # development only
     _NAMES |= {"engine.engine": ("Engine", "engine_of"), "params.shard": ("shard",)}
     _NAMES["runtime.engine"] = ("on_preemption",)
     _NAMES["params.next_gathered"] = _NAMES.pop("params.gathered")
+    _NAMES["params.next_access"] = _NAMES.pop("params.access")
     del _NAMES["runtime.shard"]
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
