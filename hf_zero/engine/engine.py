@@ -110,6 +110,7 @@ class Engine:
 
     def _take_methods(self, binding: Binding) -> None:
         optimizer = binding.optimizer
+        binding.guard_state(self.wait_for_steps)
         self._undo.append(StepWrapper(binding, self._before_step, self._after_step, self._step_failed).remove)
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -157,6 +158,7 @@ class Engine:
             )
         self.context.check()
         self._wire.watch.phase = "optimizer.step()"
+        binding.guard_state(self.wait_for_steps)
         self.schedule.flush()
         if self.schedule.lost is not None:
             raise StateError(f"optimizer.step(): {self.schedule.lost}. Call zero_grad() and repeat the step")

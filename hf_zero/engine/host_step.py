@@ -61,6 +61,7 @@ class Stepper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step")
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
+        self._is_running = False  # maybe
         self._updated: set[Unit] = set()  # in this step's backward
         self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
         self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
@@ -72,8 +73,10 @@ class Stepper:
 
     def settle(self) -> None:
         """Return when no update runs."""
-        for unit in self._units:
-            unit.wait_for_step()
+        if self._is_running:
+            for unit in self._units:
+                unit.wait_for_step()
+            self._is_running = False
 
     def prepare(self, binding: Binding) -> None:
         """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
@@ -160,6 +163,7 @@ class Stepper:
         unit.wait_for_step()
         step = UnitStep(pieces, twin, binding.optimizer, after, arrivals)
         unit.step = step
+        self._is_running = True
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
                 self._ring.announce(piece)
@@ -245,7 +249,9 @@ class Stepper:
     @staticmethod
     def _keep_state(step: UnitStep, piece: Piece, entries: dict[str, Any]) -> None:
         if entries:
-            step.optimizer.state[piece.segment.tensor].update(entries)
+            dict.setdefault(step.optimizer.state, piece.segment.tensor, {}).update(
+                entries
+            )  # past the guard, which waits
 
     def _update(
         self,

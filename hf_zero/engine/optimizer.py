@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import LayoutError, StallError
 from .context import Context
 from .optimizer_state import elementwise_of, put_states
+from .segment_states import SegmentStates
 from .segments import Segment, first_segments, runs_of, split
 from .span import Span
 
@@ -52,15 +53,15 @@ class Binding:
             group["params"] = [segment.tensor for segment in mine]
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.state.get(segment.tensor, {})
+        found: dict[str, Any] = dict.get(self.optimizer.state, segment.tensor, {})
         return found
 
     def put_state(self, segment: Segment, entries: dict[str, Any]) -> None:
         """Replace the state of a segment; an empty one is removed."""
         if entries:
-            self.optimizer.state[segment.tensor] = entries
+            dict.__setitem__(self.optimizer.state, segment.tensor, entries)
         else:
-            self.optimizer.state.pop(segment.tensor, None)
+            dict.pop(self.optimizer.state, segment.tensor, None)
 
     def split(self, span: Span) -> None:
         """Split the segments of a span of this optimizer so that in each all parameters have a gradient, or none."""
@@ -73,7 +74,7 @@ class Binding:
         runs = runs_of(segment, key)
         if len(runs) < 2:
             return [segment]
-        pieces = split(segment, runs, self.optimizer.state.pop(segment.tensor, {}))
+        pieces = split(segment, runs, dict.pop(self.optimizer.state, segment.tensor, {}))
         parts = [new for new, _ in pieces]
         for new, entries in pieces:
             self.put_state(new, entries)
@@ -85,6 +86,11 @@ class Binding:
         return parts
 
     # Life -------------------------------------------------------------------------------------------------------------
+
+    def guard_state(self, settle: Callable[[], None]) -> None:
+        """Let access to `optimizer.state` wait for `settle`. User code may have assigned another dictionary since."""
+        if not isinstance(self.optimizer.state, SegmentStates):
+            self.optimizer.state = SegmentStates(self.optimizer.state, settle)
 
     def take_state(self) -> None:
         """Give the segments the state that the optimizer has of the model's parameters, if any."""

@@ -29,7 +29,7 @@ class Segment:
     Attributes:
         members: indices of the parameters that have elements here, in order.
         tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
-            master on disk it is empty and never has a gradient: the optimizer's own step passes over it.
+            master on disk it is one NaN, expanded, and never has a gradient: the optimizer's own step passes over it.
     """
 
     __slots__ = ("members", "span", "start", "stop", "tensor")
@@ -54,8 +54,13 @@ class Segment:
     def _values(self) -> Tensor:
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
-            return torch.empty(0, dtype=part.dtype, device="cpu")
-        return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
+            # Of the true length, so that user code can make states like it, and without memory.
+            return torch.full((), float("nan"), dtype=part.dtype, device="cpu").expand(self._shape)
+        return part.view(self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.span.layout.slots[self.members[0]].spec.shape if self.is_matrix else (self.numel,)
 
     def rest_on(self, slice_values: Tensor) -> None:
         """The master has other memory now: that of `slice_values`."""
