@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,20 @@ from ..checkpoint.behind import Saves
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm.agree import read
-from ..comm.wire import SoloWire
+from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.precision import Precision
-from ..errors import StateError, ZeroError
+from ..errors import LayoutError, StateError, ZeroError
 from .build import give_back
-from .clipping import clip_norm, clip_value
+from .clipping import Parts, clip_norm, clip_value
 from .context import Context
+from .graph import backward_id
 from .host_step import Stepper
+from .observer import Observer
 from .optimizer import Binding, StepWrapper
 from .optimizer_dict import load_state_dict, state_dict, unbind
 from .optimizer_state import whole_states
+from .parameter import place_of, set_raw_grad
 from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
@@ -33,7 +36,9 @@ from .saving import load, outline, save
 from .schedule import Schedule
 from .span import Span
 from .unit import Unit
+from .unsharded import Hold, same_on_all_ranks
 
+Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
 """Where a sharded module keeps its engine."""
 
@@ -127,25 +132,34 @@ class Engine:
     def _after_sync(self) -> None:
         self._presence.agree()
 
+    def fit_segments(self, span: Span) -> None:
+        """After a change of `bucket.present`, the same on every rank: optimizers see which parameters have a gradient."""
+        self._presence.fit(span)
+
     def _split(self, span: Span) -> None:
         for binding in self.bindings:
             if span in binding.spans:
                 binding.split(span)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, defer: bool = False) -> Iterator[None]:
         """Let gradients add up on this rank: backwards inside do not communicate them at stages 0 and 1.
+
+        Args:
+            defer: nor at stages 2 and 3, where each rank then has memory for whole local gradients.
 
         Example:
             >>> with engine.no_sync():
             ...     model(first).loss.backward()
             >>> model(second).loss.backward()  # reduces the sum of both
         """
-        before, self.schedule.sync = self.schedule.sync, False
+        schedule = self.schedule
+        before = schedule.sync, schedule.defers
+        schedule.sync, schedule.defers = False, schedule.defers or defer
         try:
             yield
         finally:
-            self.schedule.sync = before
+            schedule.sync, schedule.defers = before
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -157,6 +171,7 @@ class Engine:
                 "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
             )
         self.context.check()
+        self.context.refuse_unsharded("optimizer.step()")
         self._wire.watch.phase = "optimizer.step()"
         binding.guard_state(self.wait_for_steps)
         self.schedule.flush()
@@ -200,6 +215,10 @@ class Engine:
                     span.publish()
 
             self.schedule.quiesce()
+            if not self.context.frees:  # what this rank's parts of full parameters show is no write of user code
+                for unit in self.units:
+                    for event in self.events.writes_dropped:
+                        event(unit)
             read(self._wire, publish, may_fail=self.context.storage.uses_disk)
         by_unit: dict[Unit, list[Span]] = {}
         chosen = set(map(id, spans))
@@ -228,18 +247,14 @@ class Engine:
         for binding in self.bindings:
             if optimizer is not None and binding.optimizer is not optimizer:
                 continue
-            for group in binding.segments:
+            for group in binding.segments if set_to_none else ():
                 for segment in group:
-                    if set_to_none:
-                        segment.tensor.grad = None
-                    elif segment.tensor.grad is not None:
-                        segment.tensor.grad.zero_()
+                    set_raw_grad(segment.tensor, None)
         for span in self.trained if optimizer is None else self._spans_of(optimizer):
             if set_to_none:
                 span.bucket.clear()
-            elif span.bucket.grad is not None:
-                span.bucket.grad.zero_()
-                span.bucket.drop_local()
+            else:
+                span.bucket.zero()
         for event in self.events.after_zero_grad:
             event()
 
@@ -253,23 +268,55 @@ class Engine:
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> Tensor:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
         Args:
             max_norm: `inf` only measures.
             norm_type: order of the norm; `inf` for the largest magnitude.
+            parameters: of the model, these alone.
 
         Returns:
             The norm before clipping, a scalar tensor, the same on every rank.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
         """
         self._before_clipping("clip_grad_norm_")
-        return clip_norm(self.trained, self._wire, float(max_norm), float(norm_type))
+        return clip_norm(self._parts_to_clip(parameters), self._wire, float(max_norm), float(norm_type))
 
-    def clip_grad_value_(self, clip_value_: float) -> None:
-        """Clamp every gradient element to `[-clip_value_, clip_value_]`."""
+    def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
+        """
         self._before_clipping("clip_grad_value_")
-        clip_value(self.trained, self._wire, clip_value_)
+        clip_value(self._parts_to_clip(parameters), self._wire, clip_value_)
+
+    def _parts_to_clip(self, parameters: Iterable[nn.Parameter] | None) -> Parts:
+        """By span, which elements of its slice belong to these parameters, or to segments of them."""
+        if parameters is None:
+            return {span: [slice(0, span.local_numel)] for span in self.trained}
+        found: Parts = {span: [] for span in self.trained}
+        wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        segments = {segment.tensor: segment for span in self.trained for segment in span.segments}
+        for param in wanted:
+            place, segment = place_of(param), segments.get(param)
+            if segment is not None:
+                found[segment.span].append(segment.here)
+            elif place is None or place.unit.context is not self.context:
+                raise LayoutError(
+                    f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with "
+                    "torch.nn.utils"
+                )
+            elif place.span in found and (part := place.span.part_of(place.index)) is not None:
+                found[place.span].append(part.here)
+        if wanted >= {param for span in self.trained for param in span.params}:
+            return self._parts_to_clip(None)
+        return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
 
     def _before_clipping(self, what: str) -> None:
         if self.context.config.step_in_backward and self.stepper is not None:
@@ -279,6 +326,34 @@ class Engine:
             )
         self.schedule.flush()
         self.wait_for_steps()
+        for event in self.events.before_clip:
+            event()
+
+    # Full parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages that this rank has sent."""
+        return self._wire.traffic
+
+    @contextmanager
+    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+        """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`."""
+        context = self.context
+        if context.is_unsharded:  # the outer one decides
+            yield
+            return
+        if backward_id() >= 0:
+            raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
+        self.schedule.quiesce()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        context.is_unsharded = True
+        try:
+            yield
+            same_on_all_ranks(context)
+        finally:
+            context.is_unsharded = False
+            hold.end(hold.written())
 
     # Values from outside ----------------------------------------------------------------------------------------------
 
@@ -412,6 +487,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
         """
+        self.context.refuse_unsharded("Engine.load")
         self.schedule.quiesce()
         with suppress(ZeroError):  # a step that failed: everything is written again
             self.wait_for_steps()
@@ -442,6 +518,7 @@ class Engine:
         """
         if self.model.__dict__.get(_ENGINE) is not self:
             return
+        self.context.refuse_unsharded("Engine.detach")
         with self._wire.watch.doing("Engine.detach"):
             self.quiesce()
             states = [whole_states(binding, self._wire, everywhere=True) for binding in self.bindings]
@@ -456,8 +533,16 @@ class Engine:
             unbind(binding, state)
         self.bindings = []
 
-    def report(self) -> dict[str, Any]:
-        return {"units": len(self.units)}
+    def observer(self, kind: type[Attached]) -> Attached:
+        """Return the observer of a class.
+
+        Raises:
+            StateError: none is attached.
+        """
+        for each in self.events.observers:
+            if isinstance(each, kind):
+                return each
+        raise StateError(f"no {kind.__name__} observes this engine. Build the engine by zero.shard, which attaches one")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

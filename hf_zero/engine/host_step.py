@@ -9,6 +9,7 @@ Units are updated in the order in which the next forward needs them. `Unit.wait_
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .context import Context
 from .optimizer import Binding
+from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
@@ -58,7 +60,7 @@ class Stepper:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
         self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.trained)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
         self._is_running = False  # maybe
@@ -68,6 +70,9 @@ class Stepper:
         if context.config.step_in_backward:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
+
+    def _begin_thread(self) -> None:
+        self._storage.meter.stepper_thread = threading.get_ident()
 
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
@@ -89,7 +94,7 @@ class Stepper:
         for group in binding.segments:
             for segment in group:
                 if segment.span.tier is not Tier.DEVICE:
-                    segment.tensor.grad = None
+                    set_raw_grad(segment.tensor, None)
 
     def begin(self, binding: Binding) -> None:
         """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
@@ -131,6 +136,7 @@ class Stepper:
         for span in unit.trained:
             if span.tier is not Tier.DEVICE:
                 span.bucket.grad = None
+                span.bucket.count_grad()
 
     def _agree_on_present(self, unit: Unit) -> None:
         """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
@@ -154,7 +160,7 @@ class Stepper:
                 bucket = span.bucket
                 if span not in unit.trained or span.tier is Tier.DEVICE or bucket.grad is None:
                     continue
-                if any(bucket.present[index] for index in segment.members):
+                if segment.has_grad:
                     known = dict(binding.state_of(segment))
                     pieces.append(Piece(segment, number, bucket.grad, bucket.factor, known))
                     arrivals.append(bucket.land)

@@ -13,9 +13,12 @@ EVENTS = (
     "after_forward",
     "before_backward",
     "after_backward",
+    "before_clip",
     "before_step",
     "after_step",
     "after_zero_grad",
+    "tell",
+    "told",
     "before_gather",
     "unit_unsharded",
     "unit_resharded",
@@ -23,11 +26,15 @@ EVENTS = (
     "unit_reduced",
     "before_save",
     "after_load",
+    "writes_dropped",
+    "master_read",
     "sharded_read",
     "data_read",
     "data_assigned",
     "grad_read",
     "grad_assigned",
+    "segment_grad_read",
+    "segment_grad_assigned",
 )
 """Methods that an `Observer` may have."""
 
@@ -38,16 +45,22 @@ class Observer:
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
+        `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
+        with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
     Access to a parameter from outside the engine:
+        `master_read(span)`: master weights are read, or written in part, outside a step.
+        `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
+        `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
 
     def attach(self, engine: Any) -> None:
@@ -69,9 +82,12 @@ class Events:
     after_forward: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
+    before_clip: list[Callable[[], None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
+    tell: list[Callable[[], list[int]]]
+    told: list[Callable[[list[int]], None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]
     unit_resharded: list[Callable[..., None]]
@@ -79,8 +95,12 @@ class Events:
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
     after_load: list[Callable[[], None]]
+    writes_dropped: list[Callable[..., None]]
+    master_read: list[Callable[..., None]]
     sharded_read: list[Callable[..., None]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]
     grad_assigned: list[Callable[..., bool]]
+    segment_grad_read: list[Callable[..., Any]]
+    segment_grad_assigned: list[Callable[..., bool]]
