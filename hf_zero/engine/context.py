@@ -82,6 +82,11 @@ class Context:
                 "one. Load a checkpoint (engine.load), or stop"
             )
 
+    def forget_failure(self) -> None:
+        """All values were written again."""
+        self.failure, self._noted, self._severity = None, None, 0
+        self.has_updated = False
+
     def refuse_unsharded(self, what: str) -> None:
         """
         Raises:

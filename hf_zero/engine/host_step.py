@@ -63,8 +63,8 @@ class Stepper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
+        self._is_running = False  # maybe
         self._updated: set[Unit] = set()  # in this step's backward
-        self._arrays: dict[tuple[Span, str], OnDisk] = {}
         self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
         self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
         if context.config.step_in_backward:
@@ -78,8 +78,10 @@ class Stepper:
 
     def settle(self) -> None:
         """Return when no update runs."""
-        for unit in self._units:
-            unit.wait_for_step()
+        if self._is_running:
+            for unit in self._units:
+                unit.wait_for_step()
+            self._is_running = False
 
     def prepare(self, binding: Binding) -> None:
         """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
@@ -167,10 +169,16 @@ class Stepper:
         unit.wait_for_step()
         step = UnitStep(pieces, twin, binding.optimizer, after, arrivals)
         unit.step = step
+        self._is_running = True
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
                 self._ring.announce(piece)
         self._pool.submit(self._run, step)
+
+    def forget(self) -> None:
+        """All values were loaded: what was updated in a backward does not matter any more."""
+        self._broken, self._twin = None, None
+        self._updated.clear()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -236,21 +244,20 @@ class Stepper:
         if segment.numel:
             self._keep_state(step, piece, kept)
 
-    def _home(self, piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
-        """Where a state of a segment is stored: in one array per span, so that offsets are aligned like the master's."""
+    @staticmethod
+    def _home(piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
+        """Where a state of a segment is stored."""
         before = piece.known.get(name)
         if isinstance(before, OnDisk):
             return before
-        whole = self._arrays.get((piece.span, name))
-        if whole is None or whole.dtype != dtype:
-            whole = _on_disk(self._context.storage_tier(Tier.DISK).empty(piece.span.local_numel, dtype))
-            self._arrays[piece.span, name] = whole
-        return whole[piece.segment.here]
+        return piece.span.state_on_disk(name, dtype)[piece.segment.here]
 
     @staticmethod
     def _keep_state(step: UnitStep, piece: Piece, entries: dict[str, Any]) -> None:
         if entries:
-            step.optimizer.state[piece.segment.tensor].update(entries)
+            dict.setdefault(step.optimizer.state, piece.segment.tensor, {}).update(
+                entries
+            )  # past the guard, which waits
 
     def _update(
         self,
