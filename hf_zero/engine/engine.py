@@ -301,9 +301,11 @@ class Engine:
         """By span, which elements of its slice belong to these parameters, or to segments of them."""
         if parameters is None:
             return {span: [slice(0, span.local_numel)] for span in self.trained}
-        found: Parts = {span: [] for span in self.trained}
+        found: dict[Span, list[slice]] = {span: [] for span in self.trained}
         wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        segments: dict[Tensor, Segment] = {segment.tensor: segment for span in self.trained for segment in span.segments}
+        segments: dict[Tensor, Segment] = {
+            segment.tensor: segment for span in self.trained for segment in span.segments
+        }
         for param in wanted:
             place, segment = place_of(param), segments.get(param)
             if segment is not None:

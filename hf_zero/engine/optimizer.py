@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,10 +169,20 @@ class StepWrapper:
         self._had = optimizer.__dict__.get("step")
         inner = optimizer.step
 
+        def evaluate(closure: Callable[[], Any]) -> Any:
+            binding.is_stepping = False  # it runs a backward, outside of the step
+            try:
+                loss = closure()
+            finally:
+                binding.is_stepping = True
+            before(binding)
+            return loss
+
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if binding.is_stepping:  # a class's step that calls the instance's
                 return inner(*args, **kwargs)
             before(binding)
+            args, kwargs = _with_closure(args, kwargs, evaluate)
             tensors = [segment.tensor for group in binding.segments for segment in group]
             versions = [tensor._version for tensor in tensors]
             binding.is_stepping = True
@@ -195,3 +206,14 @@ class StepWrapper:
             self._optimizer.__dict__.pop("step", None)
         else:
             self._optimizer.step = self._had  # type: ignore[method-assign]
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], evaluate: Callable[[Callable[[], Any]], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A step's arguments, where `evaluate` runs the closure among them."""
+    if args and callable(args[0]):
+        return (partial(evaluate, args[0]), *args[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": partial(evaluate, kwargs["closure"])}
+    return args, kwargs
