@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ZeroConfig
-from ..errors import StateError
+from ..errors import ConfigError, StateError
+from ..tiers.tier import Tier
+from . import weighing
 from .build import give_back
 from .clipping import clip_norm, clip_value
 from .context import Context
@@ -40,7 +42,8 @@ class Engine:
         self.context, self.bindings = context, bindings
         self.model, self.units, self._wire, self.events = context.model, context.units, context.wire, context.events
         self.schedule = Schedule(context, self._after_sync)
-        self.stepper = Stepper(context, bindings, self.schedule) if context.config.offload_optimizer != "none" else None
+        is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
+        self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -103,19 +106,58 @@ class Engine:
                 binding.split(span)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, defer: bool = False) -> Iterator[None]:
         """Let gradients add up on this rank: backwards inside do not communicate them at stages 0 and 1.
+
+        Args:
+            defer: nor at stages 2 and 3, where each rank then has memory for whole local gradients.
 
         Example:
             >>> with engine.no_sync():
             ...     model(first).loss.backward()
             >>> model(second).loss.backward()  # reduces the sum of both
         """
-        before, self.schedule.sync = self.schedule.sync, False
+        schedule = self.schedule
+        before = schedule.sync, schedule.defers
+        schedule.sync, schedule.defers = False, schedule.defers or defer
         try:
             yield
         finally:
-            self.schedule.sync = before
+            schedule.sync, schedule.defers = before
+
+    def total_weight(self, weight: float | Tensor) -> float:
+        """Return the sum of all ranks' `weight`, for `weigh`. Ranks without samples give 0. A collective.
+
+        Raises:
+            ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0.
+        """
+        with self._wire.watch.doing("total_weight()"):
+            return weighing.over_ranks(self._wire, weight)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
+        """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
+
+        Every rank runs as many forwards and backwards. One without samples runs any batch with weight 0.
+
+        Args:
+            loss: the (weighted) mean over this rank's samples, 0-dim.
+            weight: what these samples weigh together: their number, their tokens, or the sum of their weights.
+            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: this is
+                the step's only backward; a collective then.
+
+        Raises:
+            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
+
+        Example:
+            >>> engine.weigh(model(**batch).loss, weight=len(batch["input_ids"])).backward()
+        """
+        problem = weighing.is_loss(loss)
+        if total is None:
+            with self._wire.watch.doing("weigh()"):
+                total = weighing.over_ranks(self._wire, weight, problem)
+        elif problem is not None:
+            raise ConfigError(problem)
+        return weighing.scaled(loss, weight, total, self.world_size)
 
     # Step -------------------------------------------------------------------------------------------------------------
 

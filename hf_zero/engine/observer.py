@@ -11,6 +11,7 @@ from typing import Any
 EVENTS = (
     "before_forward",
     "after_forward",
+    "before_part",
     "before_backward",
     "after_backward",
     "before_step",
@@ -28,6 +29,7 @@ EVENTS = (
     "data_assigned",
     "grad_read",
     "grad_assigned",
+    "requires_grad_set",
 )
 """Methods that an `Observer` may have."""
 
@@ -37,6 +39,7 @@ class Observer:
 
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
+        `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
     One unit:
@@ -47,6 +50,7 @@ class Observer:
     Access to a parameter from outside the engine:
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
+        `requires_grad_set(param)`: user code froze it, or lets it train again.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
     """
 
@@ -67,6 +71,7 @@ class Events:
 
     before_forward: list[Callable[..., None]]
     after_forward: list[Callable[..., None]]
+    before_part: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
     before_step: list[Callable[..., None]]
@@ -84,3 +89,4 @@ class Events:
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]
     grad_assigned: list[Callable[..., bool]]
+    requires_grad_set: list[Callable[..., None]]
