@@ -6,6 +6,7 @@ Delete a file and its line in `observers`, and exactly the programs of its kind 
 from __future__ import annotations
 
 from ..engine.observer import Observer
+from .freezing import Freezing
 from .gradients import Gradients
 from .preemption import Preemptions
 from .writes import Writes
@@ -14,6 +15,7 @@ from .writes import Writes
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
     return [
+        Freezing(),
         Gradients(),
         Preemptions(),
         Writes(),

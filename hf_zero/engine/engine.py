@@ -18,7 +18,9 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.precision import Precision
-from ..errors import LayoutError, StateError, ZeroError
+from ..errors import ConfigError, LayoutError, StateError, ZeroError
+from ..tiers.tier import Tier
+from . import weighing
 from .build import give_back
 from .clipping import Parts, clip_norm, clip_value
 from .context import Context
@@ -60,6 +62,8 @@ class Engine:
         self.schedule = Schedule(context, self._after_sync)
         self.stepper = Stepper(context, bindings, self.schedule) if context.config.offload_optimizer != "none" else None
         self.saves = Saves(self._wire)
+        is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
+        self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -161,6 +165,40 @@ class Engine:
             yield
         finally:
             schedule.sync, schedule.defers = before
+
+    def total_weight(self, weight: float | Tensor) -> float:
+        """Return the sum of all ranks' `weight`, for `weigh`. Ranks without samples give 0. A collective.
+
+        Raises:
+            ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0.
+        """
+        with self._wire.watch.doing("total_weight()"):
+            return weighing.over_ranks(self._wire, weight)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
+        """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
+
+        Every rank runs as many forwards and backwards. One without samples runs any batch with weight 0.
+
+        Args:
+            loss: the (weighted) mean over this rank's samples, 0-dim.
+            weight: what these samples weigh together: their number, their tokens, or the sum of their weights.
+            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: this is
+                the step's only backward; a collective then.
+
+        Raises:
+            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
+
+        Example:
+            >>> engine.weigh(model(**batch).loss, weight=len(batch["input_ids"])).backward()
+        """
+        problem = weighing.is_loss(loss)
+        if total is None:
+            with self._wire.watch.doing("weigh()"):
+                total = weighing.over_ranks(self._wire, weight, problem)
+        elif problem is not None:
+            raise ConfigError(problem)
+        return weighing.scaled(loss, weight, total, self.world_size)
 
     # Step -------------------------------------------------------------------------------------------------------------
 

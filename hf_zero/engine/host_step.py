@@ -59,7 +59,7 @@ class Stepper:
     def __init__(self, context: Context, bindings: Sequence[Binding], schedule: Schedule) -> None:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
-        self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.trained)]
+        self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.spans)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None

@@ -11,6 +11,7 @@ from typing import Any
 EVENTS = (
     "before_forward",
     "after_forward",
+    "before_part",
     "before_backward",
     "after_backward",
     "before_clip",
@@ -35,6 +36,7 @@ EVENTS = (
     "grad_assigned",
     "segment_grad_read",
     "segment_grad_assigned",
+    "requires_grad_set",
 )
 """Methods that an `Observer` may have."""
 
@@ -44,6 +46,7 @@ class Observer:
 
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
+        `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
@@ -59,6 +62,7 @@ class Observer:
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
+        `requires_grad_set(param)`: user code froze it, or lets it train again.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
@@ -80,6 +84,7 @@ class Events:
 
     before_forward: list[Callable[..., None]]
     after_forward: list[Callable[..., None]]
+    before_part: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
     before_clip: list[Callable[[], None]]
@@ -104,3 +109,4 @@ class Events:
     grad_assigned: list[Callable[..., bool]]
     segment_grad_read: list[Callable[..., Any]]
     segment_grad_assigned: list[Callable[..., bool]]
+    requires_grad_set: list[Callable[..., None]]

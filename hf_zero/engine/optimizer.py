@@ -43,6 +43,7 @@ class Binding:
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
         self.is_stepping = False
+        self._empty: dict[int, nn.Parameter] = {}
 
     @property
     def group_of(self) -> dict[nn.Parameter, int]:
@@ -50,8 +51,14 @@ class Binding:
 
     def show_segments(self) -> None:
         """The groups hold what `segments` says."""
-        for group, mine in zip(self.optimizer.param_groups, self.segments):
-            group["params"] = [segment.tensor for segment in mine]
+        for number, (group, mine) in enumerate(zip(self.optimizer.param_groups, self.segments)):
+            group["params"] = [segment.tensor for segment in mine] or [self.empty_of(number)]
+
+    def empty_of(self, group: int) -> nn.Parameter:
+        """Return what a group holds of which this rank has no elements: a tensor without any, which takes flags."""
+        if group not in self._empty:
+            self._empty[group] = nn.Parameter(torch.empty(0, device=self._context.device))
+        return self._empty[group]
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
         found: dict[str, Any] = dict.get(self.optimizer.state, segment.tensor, {})

@@ -55,14 +55,17 @@ class Segment:
         tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
             master on disk it is NaN and never has a gradient: the optimizer's own step passes over it.
         is_cleared: user code set its gradient to None since the last backward.
+        trains: one of the parameters requires a gradient. The tensor's flag says so too, until user code sets it.
     """
 
-    __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor")
+    __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor", "trains")
 
     def __init__(self, span: Span, start: int, stop: int, members: Sequence[int]) -> None:
         self.span, self.start, self.stop, self.members = span, start, stop, list(members)
-        self.tensor = nn.Parameter(self._values(), requires_grad=span.trainable)
         self.is_cleared = False
+        self.tensor: nn.Parameter
+        self.trains: bool
+        self.refill()
 
     @property
     def numel(self) -> int:
@@ -100,6 +103,16 @@ class Segment:
         bucket = self.span.bucket
         return bucket.grad is not None and not self.is_cleared and any(bucket.present[index] for index in self.members)
 
+    def show_flag(self) -> None:
+        """Give the optimizer's tensor `requires_grad` of its parameters."""
+        self.trains = any(self.span.params[index].requires_grad for index in self.members)
+        self.tensor.requires_grad_(self.trains)
+
+    def refill(self) -> None:
+        """Make the tensor again, of other bounds or members."""
+        self.tensor = nn.Parameter(self._values(), requires_grad=False)
+        self.show_flag()
+
     def rest_on(self, slice_values: Tensor) -> None:
         """The master has other memory now: that of `slice_values`."""
         part = slice_values[self.start : self.stop]
@@ -134,7 +147,7 @@ def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]
         ):
             last.stop = part.stop
             last.members.append(index)
-            last.tensor = nn.Parameter(last._values(), requires_grad=span.trainable)
+            last.refill()
         else:
             found.append(Segment(span, part.start, part.stop, [index]))
     if found and not found[-1].is_matrix and span.layout.used_numel < span.layout.numel:
@@ -148,7 +161,7 @@ def _take_padding(segment: Segment) -> None:
     low, _ = span.layout.bounds(span.rank)
     if low + segment.stop == span.layout.used_numel:
         segment.stop = span.local_numel
-        segment.tensor = nn.Parameter(segment._values(), requires_grad=span.trainable)
+        segment.refill()
 
 
 def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:

@@ -51,6 +51,7 @@ class Span:
         placement: the tier of the master and of what gathers read.
 
     Attributes:
+        trainable: one of the parameters requires a gradient.
         segments: contiguous parts of the master that an optimizer updates, in order.
         bucket: this rank's gradients on their way to their owners, and the slice of the mean that this rank owns.
         is_old: `full` does not have the masters' values. The same on every rank.
@@ -131,6 +132,13 @@ class Span:
 
     def kind_of(self, index: int) -> type[nn.Parameter]:
         return original_class(self.params[index])
+
+    def follow_flags(self) -> None:
+        """Take up `requires_grad` of the parameters."""
+        flags = [param.requires_grad for param in self.params]
+        self.trainable = any(flags)
+        for segment in self.segments:
+            segment.show_flag()
 
     # Gather and release -----------------------------------------------------------------------------------------------
 
