@@ -6,8 +6,9 @@ Delete a file and its line in `observers`, and exactly the programs of its kind 
 from __future__ import annotations
 
 from ..engine.observer import Observer
+from .on_demand import OnDemand
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return []
+    return [OnDemand()]

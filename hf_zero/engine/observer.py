@@ -45,7 +45,8 @@ class Observer:
     Checkpoints:
         `before_save()`, `after_load()`.
     Access to a parameter from outside the engine:
-        `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
+        `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
+            forwards. It gathers the units, and returns the value of `run()`, which calls the function.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
     """
@@ -79,7 +80,7 @@ class Events:
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
     after_load: list[Callable[[], None]]
-    sharded_read: list[Callable[..., None]]
+    sharded_read: list[Callable[..., Any]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]
