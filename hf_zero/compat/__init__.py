@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from ..engine.observer import Observer
 from .on_demand import OnDemand
+from .transforms import Transforms
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [OnDemand()]
+    return [Transforms(), OnDemand()]
