@@ -8,13 +8,17 @@ from __future__ import annotations
 from ..engine.observer import Observer
 from .freezing import Freezing
 from .gradients import Gradients
+from .on_demand import OnDemand
 from .preemption import Preemptions
+from .transforms import Transforms
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
     return [
+        Transforms(),
+        OnDemand(),
         Freezing(),
         Gradients(),
         Preemptions(),
