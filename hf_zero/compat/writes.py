@@ -38,7 +38,7 @@ class Writes(Observer):
 
     def attach(self, engine: Engine) -> None:
         self._context, self._units = engine.context, engine.units
-        self._versions = [list(map(_counter, unit.params)) for unit in self._units]
+        self._versions = [_versions(unit) for unit in self._units]
         self._totals = [sum(versions) for versions in self._versions]
         self._marked: dict[Unit, dict[Span, dict[int, list[int]]]] = {}
         """By unit and span, parameters whose `data` was read, with digests of their values."""
@@ -70,7 +70,10 @@ class Writes(Observer):
         self._forget(unit)
 
     def unit_unsharded(self, unit: Unit) -> None:
+        """All values are the masters': what was written before is in them, or was dropped on purpose."""
         self._forget(unit)
+        if self._total(unit) != self._totals[unit.index]:
+            self._see(unit)
         for span, found in self._marked.get(unit, {}).items():
             found.update(zip(found, _digests(span, found)))
 
@@ -105,7 +108,7 @@ class Writes(Observer):
     # What -------------------------------------------------------------------------------------------------------------
 
     def _is_readable(self, unit: Unit) -> bool:
-        return not self._context.frees or unit.state is State.GATHERED
+        return (not self._context.frees or unit.state is State.GATHERED) and not getattr(unit, "is_held", False)
 
     def _find_all(self) -> None:
         for unit in self._units:
@@ -114,14 +117,13 @@ class Writes(Observer):
 
     def _find(self, unit: Unit) -> None:
         """Carry what was written to a unit's parameters, which are readable, since the last call."""
-        if sum(map(_version, unit.params)) != self._totals[unit.index]:
+        if self._total(unit) != self._totals[unit.index]:
             self._find_counted(unit)
         if unit in self._marked:
             self._find_uncounted(unit)
 
     def _find_counted(self, unit: Unit) -> None:
-        before, now = self._versions[unit.index], list(map(_version, unit.params))
-        self._versions[unit.index], self._totals[unit.index] = now, sum(now)
+        before, now = self._versions[unit.index], self._see(unit)
         start = 0
         for span in unit.spans:
             stop = start + len(span.params)
@@ -132,6 +134,17 @@ class Writes(Observer):
                 both = [index for index in written if index in marked]
                 marked.update(zip(both, _digests(span, both)))
             start = stop
+
+    @staticmethod
+    def _total(unit: Unit) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(map(_version, unit.params))
+
+    def _see(self, unit: Unit) -> list[int]:
+        """Writes up to now are known."""
+        now = self._versions[unit.index] = _versions(unit)
+        self._totals[unit.index] = sum(now)
+        return now
 
     def _find_uncounted(self, unit: Unit) -> None:
         spans = self._marked[unit]
@@ -196,10 +209,9 @@ def _refuse(name: str, rank: int) -> NoReturn:
     )
 
 
-def _counter(param: Tensor) -> int:
+def _versions(unit: Unit) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():
-        count: int = _version(param)
-        return count
+        return list(map(_version, unit.params))
 
 
 def _mark(name: str, found: list[int] | None) -> int:
