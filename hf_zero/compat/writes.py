@@ -13,7 +13,7 @@ The ranks make the same edits. A digest of all edits is part of the agreement th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +30,7 @@ from ..tiers.fingerprint import fingerprint
 from ..tiers.tier import Tier
 
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
-_MARK = "writes"
+_MOST = 0x7FFFFFFF
 
 
 class Writes(Observer):
@@ -44,6 +44,7 @@ class Writes(Observer):
         """By unit and span, parameters whose `data` was read, with digests of their values."""
         self._shown: dict[Span, Tensor] = {}
         """After a write to a span that is gathered as codes: what `local` shows until the next gather."""
+        self._mark = 0
         self._edits: dict[str, list[int]] = {}
         """By parameter, the digest of its values after the last write."""
 
@@ -187,14 +188,22 @@ class Writes(Observer):
     def _note(self, span: Span, written: list[int], values: list[Tensor]) -> None:
         if span.layout.shards == 1:
             return
-        mark = self._context.marks.get(_MARK, 0)
         for index, found in zip(written, _prints(values)):
             name = span.name_of(index)
-            mark += _mark(name, found) - _mark(name, self._edits.get(name))
+            self._mark += _mark(name, found) - _mark(name, self._edits.get(name))
             self._edits[name] = found
-        self._context.marks[_MARK] = mark
 
-    def marks_differ(self) -> None:
+    def tell(self) -> list[int]:
+        mark = self._mark & _MOST
+        return [mark, _MOST - mark]
+
+    def told(self, values: Sequence[int]) -> None:
+        """
+        Raises:
+            RankMismatchError: the ranks have made different edits.
+        """
+        if values[0] == _MOST - values[1]:
+            return
         everyone: list[dict[str, list[int]]] = self._context.wire.exchange(self._edits)
         for rank, theirs in enumerate(everyone):
             for name in dict.fromkeys([*everyone[0], *theirs]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from .build import give_back
 from .clipping import clip_norm, clip_value
 from .context import Context
 from .host_step import Stepper
+from .observer import Observer
 from .optimizer import Binding, StepWrapper
 from .precision import Autocast
 from .presence import Presence
@@ -22,6 +23,7 @@ from .schedule import Schedule
 from .span import Span
 from .unit import Unit
 
+Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
 """Where a sharded module keeps its engine."""
 
@@ -250,8 +252,16 @@ class Engine:
             for group, params in zip(binding.optimizer.param_groups, binding.originals):
                 group["params"] = list(params)
 
-    def report(self) -> dict[str, Any]:
-        return {"units": len(self.units)}
+    def observer(self, kind: type[Attached]) -> Attached:
+        """Return the observer of a class.
+
+        Raises:
+            StateError: none is attached.
+        """
+        for each in self.events.observers:
+            if isinstance(each, kind):
+                return each
+        raise StateError(f"no {kind.__name__} observes this engine. Build the engine by zero.shard, which attaches one")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

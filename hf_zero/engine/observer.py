@@ -16,6 +16,8 @@ EVENTS = (
     "before_step",
     "after_step",
     "after_zero_grad",
+    "tell",
+    "told",
     "before_gather",
     "unit_unsharded",
     "unit_resharded",
@@ -24,7 +26,6 @@ EVENTS = (
     "before_save",
     "after_load",
     "master_read",
-    "marks_differ",
     "sharded_read",
     "data_read",
     "data_assigned",
@@ -41,13 +42,13 @@ class Observer:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
+        with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`, `after_load()`.
-    All ranks:
-        `marks_differ()`: ranks have other sums of `Context.marks`. On every rank, at the end of a backward.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
@@ -77,6 +78,8 @@ class Events:
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
+    tell: list[Callable[[], list[int]]]
+    told: list[Callable[[list[int]], None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]
     unit_resharded: list[Callable[..., None]]
@@ -85,7 +88,6 @@ class Events:
     before_save: list[Callable[[], None]]
     after_load: list[Callable[[], None]]
     master_read: list[Callable[..., None]]
-    marks_differ: list[Callable[[], None]]
     sharded_read: list[Callable[..., None]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
