@@ -6,9 +6,10 @@ Delete a file and its line in `observers`, and exactly the programs of its kind 
 from __future__ import annotations
 
 from ..engine.observer import Observer
+from .gradients import Gradients
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [Writes()]
+    return [Gradients(), Writes()]

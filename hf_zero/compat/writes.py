@@ -78,6 +78,12 @@ class Writes(Observer):
         for span, found in self._marked.get(unit, {}).items():
             found.update(zip(found, _digests(span, found)))
 
+    def writes_dropped(self, unit: Unit) -> None:
+        versions = self._versions[unit.index] = list(map(_counter, unit.params))
+        self._totals[unit.index] = sum(versions)
+        for span, found in self._marked.get(unit, {}).items():
+            found.update(zip(found, _digests(span, found)))
+
     def master_read(self, span: Span) -> None:
         if self._is_readable(span.unit):
             self._find(span.unit)
@@ -118,6 +124,8 @@ class Writes(Observer):
 
     def _find(self, unit: Unit) -> None:
         """Carry what was written to a unit's parameters, which are readable, since the last call."""
+        if unit.is_apart:
+            return
         if self._total(unit) != self._totals[unit.index]:
             self._find_counted(unit)
         if unit in self._marked:
@@ -194,15 +202,16 @@ class Writes(Observer):
             self._edits[name] = found
 
     def tell(self) -> list[int]:
+        """Return a number that is the same on every rank where the same was written, and its complement."""
         mark = self._mark & _MOST
         return [mark, _MOST - mark]
 
-    def told(self, values: Sequence[int]) -> None:
+    def told(self, highest: list[int]) -> None:
         """
         Raises:
-            RankMismatchError: the ranks have made different edits.
+            RankMismatchError: ranks wrote other values.
         """
-        if values[0] == _MOST - values[1]:
+        if sum(highest) == _MOST:
             return
         everyone: list[dict[str, list[int]]] = self._context.wire.exchange(self._edits)
         for rank, theirs in enumerate(everyone):

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,10 @@ from .parameter import has_raw_grads, raw_grad, take_raw_grads
 
 if TYPE_CHECKING:
     from .span import Span
+
+
+_FOLD_NUMEL = 1 << 20
+"""Elements of a gradient on disk that are in memory at a time."""
 
 
 class Bucket:
@@ -79,6 +82,13 @@ class Bucket:
         if not parts:
             return None
         return parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
+
+    def held(self, index: int) -> Tensor | None:
+        """What `hold` keeps of this rank's gradient of one parameter: itself."""
+        if self._held is None or not self.arrived[index]:
+            return None
+        part, shape = self._parts[index]
+        return self._held[part].view(shape)
 
     def _collect(self, dtype: torch.dtype) -> Tensor:
         """Local gradients as one buffer over the span, with what is held; parameters have none afterwards."""
@@ -198,10 +208,7 @@ class Bucket:
         self.land()
         if self._home is None:
             self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
-        if self.factor is not None and self.grad is not None:
-            for start, part in self.parts():
-                self.grad[start : start + part.numel()].copy_(part)
-            self.factor = None
+        self._fold()
         self._arrival = Arrival(self._storage, mean, self._home, adds=self.grad is not None)
         self.grad = self._home
         self._storage.land(self)
@@ -224,19 +231,60 @@ class Bucket:
             self.span.context.note_failure(error)
         self._arrival = None
 
-    def parts(self, numel: int = 1 << 20) -> Iterator[tuple[int, Tensor]]:
-        """The reduced gradient in parts of memory: first element and values. What is not on disk is one part, itself.
+    @property
+    def is_on_disk(self) -> bool:
+        return isinstance(self.grad, OnDisk)
+
+    def _fold(self) -> None:
+        """Multiply a gradient on disk by `factor`."""
+        if self.factor is not None and isinstance(self.grad, OnDisk):
+            for start in range(0, self.grad.numel(), _FOLD_NUMEL):
+                part = self.grad[start : start + _FOLD_NUMEL]
+                part.copy_(part.read().mul_(self.factor))
+        self.factor = None
+
+    def read(self, part: slice) -> Tensor:
+        """Elements of the reduced gradient: itself, or a copy of what is on disk.
 
         Raises:
-            TierError: a part could not be read.
+            TierError: they could not be read, on this rank alone.
         """
-        grad = self.grad
-        if isinstance(grad, OnDisk):
-            for start in range(0, grad.numel(), numel):
-                part = grad[start : start + numel].read()
-                yield start, part if self.factor is None else part.mul_(self.factor)
-        elif grad is not None:
-            yield 0, grad
+        if isinstance(self.grad, OnDisk):
+            values = self.grad[part].read()
+            return values if self.factor is None else values.mul_(self.factor)
+        if self.grad is None:
+            return torch.zeros(self.span.local_numel, dtype=self.span.master_dtype, device=self.span.device)[part]
+        return self.grad[part]
+
+    @torch.no_grad()
+    def write(self, part: slice, values: Tensor) -> None:
+        """Write elements of the reduced gradient, 1-D. Where there is none, all others are zeros afterwards.
+
+        Raises:
+            TierError: they could not be written, on this rank alone.
+        """
+        self.land()
+        if self.grad is None:
+            numel, dtype = self.span.local_numel, self.span.master_dtype
+            if self.tier is Tier.DEVICE:
+                self.grad = torch.zeros(numel, dtype=dtype, device=self.span.device)
+            else:
+                self._home = self._home or self.span.context.storage_tier(self.tier).empty(numel, dtype)
+                self.grad = self._home.zero_()
+        self._fold()
+        target = self.grad[part]
+        if not isinstance(target, Tensor) or target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+    def zero(self) -> None:
+        """Gradients that exist become zeros, those of this rank, too."""
+        self.land()
+        if self.grad is not None:
+            self.grad.zero_()
+            self.factor = None
+        waiting = [grad for param in self.span.params if (grad := raw_grad(param)) is not None]
+        for grad in (*waiting, *(() if self._held is None else (self._held,))):
+            grad.zero_()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
@@ -245,18 +293,6 @@ class Bucket:
             self.factor = factor if self.factor is None else self.factor * factor
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
-
-    def clamp(self, limit: float) -> None:
-        """Clamp the reduced gradient to `[-limit, limit]`.
-
-        Raises:
-            TierError: it could not be read or written.
-        """
-        for start, part in self.parts():
-            part.clamp_(-limit, limit)
-            if isinstance(self.grad, OnDisk):
-                self.grad[start : start + part.numel()].copy_(part)
-        self.factor = None
 
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""

@@ -14,6 +14,7 @@ from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision
 from ..errors import StateError, TierError, ZeroError
+from ..plan.machine import free_device_bytes, free_host_bytes
 from ..plan.plan import Plan
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
@@ -38,6 +39,7 @@ class Context:
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
         step_wait_s: how long training has waited for updates by the other thread.
+        is_unsharded: inside `Engine.unsharded`.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class Context:
     is_stepping: bool = False
     has_updated: bool = False
     step_wait_s: float = 0.0
+    is_unsharded: bool = False
     _noted: ZeroError | None = None
     _severity: int = 0
 
@@ -78,6 +81,22 @@ class Context:
                 f"an optimizer's step stopped half-way ({self.failure}): some values are of the step before, some of this "
                 "one. Load a checkpoint (engine.load), or stop"
             )
+
+    def refuse_unsharded(self, what: str) -> None:
+        """
+        Raises:
+            StateError: inside `Engine.unsharded`: the full parameters there would be old after `what`.
+        """
+        if self.is_unsharded:
+            raise StateError(
+                f"{what} was called inside zero.unsharded: the weights that it shows would be old. End the context first"
+            )
+
+    def free_bytes(self) -> int:
+        """Device memory that this rank may still take. A collective."""
+        if self.device.type == "cuda":
+            return free_device_bytes(self.device)
+        return free_host_bytes(self.wire.ranks_here())
 
     # Offload ----------------------------------------------------------------------------------------------------------
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.wire import Traffic
 from ..config import ZeroConfig
-from ..errors import StateError
+from ..errors import LayoutError, StateError
 from .build import give_back
-from .clipping import clip_norm, clip_value
+from .clipping import Parts, clip_norm, clip_value
 from .context import Context
+from .graph import backward_id
 from .host_step import Stepper
 from .observer import Observer
 from .optimizer import Binding, StepWrapper
+from .parameter import place_of, set_raw_grad
 from .precision import Autocast
 from .presence import Presence
 from .schedule import Schedule
 from .span import Span
 from .unit import Unit
+from .unsharded import Hold, same_on_all_ranks
 
 Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
@@ -99,25 +103,34 @@ class Engine:
     def _after_sync(self) -> None:
         self._presence.agree()
 
+    def fit_segments(self, span: Span) -> None:
+        """After a change of `bucket.present`, the same on every rank: optimizers see which parameters have a gradient."""
+        self._presence.fit(span)
+
     def _split(self, span: Span) -> None:
         for binding in self.bindings:
             if span in binding.spans:
                 binding.split(span)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, defer: bool = False) -> Iterator[None]:
         """Let gradients add up on this rank: backwards inside do not communicate them at stages 0 and 1.
+
+        Args:
+            defer: nor at stages 2 and 3, where each rank then has memory for whole local gradients.
 
         Example:
             >>> with engine.no_sync():
             ...     model(first).loss.backward()
             >>> model(second).loss.backward()  # reduces the sum of both
         """
-        before, self.schedule.sync = self.schedule.sync, False
+        schedule = self.schedule
+        before = schedule.sync, schedule.defers
+        schedule.sync, schedule.defers = False, schedule.defers or defer
         try:
             yield
         finally:
-            self.schedule.sync = before
+            schedule.sync, schedule.defers = before
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -129,6 +142,7 @@ class Engine:
                 "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
             )
         self.context.check()
+        self.context.refuse_unsharded("optimizer.step()")
         self._wire.watch.phase = "optimizer.step()"
         self.schedule.flush()
         if self.schedule.lost is not None:
@@ -154,8 +168,13 @@ class Engine:
         self.context.failure = reason
 
     @torch.no_grad()
-    def refresh(self, spans: list[Span]) -> None:
-        """The masters of these spans were written: full parameters that the stage keeps are gathered again. A collective."""
+    def refresh(self, spans: list[Span] | None = None) -> None:
+        """The masters of these spans (None: all) were written: full parameters are gathered again where they stay.
+
+        A collective.
+        """
+        if spans is None:
+            spans = [span for unit in self.units for span in unit.spans]
         by_unit: dict[Unit, list[Span]] = {}
         chosen = set(map(id, spans))
         for unit in self.units:
@@ -183,18 +202,14 @@ class Engine:
         for binding in self.bindings:
             if optimizer is not None and binding.optimizer is not optimizer:
                 continue
-            for group in binding.segments:
+            for group in binding.segments if set_to_none else ():
                 for segment in group:
-                    if set_to_none:
-                        segment.tensor.grad = None
-                    elif segment.tensor.grad is not None:
-                        segment.tensor.grad.zero_()
+                    set_raw_grad(segment.tensor, None)
         for span in self.trained if optimizer is None else self._spans_of(optimizer):
             if set_to_none:
                 span.bucket.clear()
-            elif span.bucket.grad is not None:
-                span.bucket.grad.zero_()
-                span.bucket.drop_local()
+            else:
+                span.bucket.zero()
         for event in self.events.after_zero_grad:
             event()
 
@@ -208,23 +223,55 @@ class Engine:
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> Tensor:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
         Args:
             max_norm: `inf` only measures.
             norm_type: order of the norm; `inf` for the largest magnitude.
+            parameters: of the model, these alone.
 
         Returns:
             The norm before clipping, a scalar tensor, the same on every rank.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
         """
         self._before_clipping("clip_grad_norm_")
-        return clip_norm(self.trained, self._wire, float(max_norm), float(norm_type))
+        return clip_norm(self._parts_to_clip(parameters), self._wire, float(max_norm), float(norm_type))
 
-    def clip_grad_value_(self, clip_value_: float) -> None:
-        """Clamp every gradient element to `[-clip_value_, clip_value_]`."""
+    def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
+        """
         self._before_clipping("clip_grad_value_")
-        clip_value(self.trained, self._wire, clip_value_)
+        clip_value(self._parts_to_clip(parameters), self._wire, clip_value_)
+
+    def _parts_to_clip(self, parameters: Iterable[nn.Parameter] | None) -> Parts:
+        """By span, which elements of its slice belong to these parameters, or to segments of them."""
+        if parameters is None:
+            return {span: [slice(0, span.local_numel)] for span in self.trained}
+        found: Parts = {span: [] for span in self.trained}
+        wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        segments = {segment.tensor: segment for span in self.trained for segment in span.segments}
+        for param in wanted:
+            place, segment = place_of(param), segments.get(param)
+            if segment is not None:
+                found[segment.span].append(segment.here)
+            elif place is None or place.unit.context is not self.context:
+                raise LayoutError(
+                    f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with "
+                    "torch.nn.utils"
+                )
+            elif place.span in found and (part := place.span.part_of(place.index)) is not None:
+                found[place.span].append(part.here)
+        if wanted >= {param for span in self.trained for param in span.params}:
+            return self._parts_to_clip(None)
+        return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
 
     def _before_clipping(self, what: str) -> None:
         if self.context.config.step_in_backward and self.stepper is not None:
@@ -234,11 +281,40 @@ class Engine:
             )
         self.schedule.flush()
         self.wait_for_steps()
+        for event in self.events.before_clip:
+            event()
+
+    # Full parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages that this rank has sent."""
+        return self._wire.traffic
+
+    @contextmanager
+    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+        """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`."""
+        context = self.context
+        if context.is_unsharded:  # the outer one decides
+            yield
+            return
+        if backward_id() >= 0:
+            raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
+        self.schedule.quiesce()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        context.is_unsharded = True
+        try:
+            yield
+            same_on_all_ranks(context)
+        finally:
+            context.is_unsharded = False
+            hold.end(hold.written())
 
     # End --------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective."""
+        self.context.refuse_unsharded("Engine.detach")
         self.schedule.quiesce()
         self.wait_for_steps()
         self.context.raise_failures("detach()")

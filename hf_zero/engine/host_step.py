@@ -26,6 +26,7 @@ from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .context import Context
 from .optimizer import Binding
+from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
@@ -91,7 +92,7 @@ class Stepper:
         for group in binding.segments:
             for segment in group:
                 if segment.span.tier is not Tier.DEVICE:
-                    segment.tensor.grad = None
+                    set_raw_grad(segment.tensor, None)
 
     def begin(self, binding: Binding) -> None:
         """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
@@ -157,7 +158,7 @@ class Stepper:
                 bucket = span.bucket
                 if span not in unit.trained or span.tier is Tier.DEVICE or bucket.grad is None:
                     continue
-                if any(bucket.present[index] for index in segment.members):
+                if segment.has_grad:
                     known = dict(binding.state_of(segment))
                     pieces.append(Piece(segment, number, bucket.grad, bucket.factor, known))
                     arrivals.append(bucket.land)

@@ -13,6 +13,7 @@ EVENTS = (
     "after_forward",
     "before_backward",
     "after_backward",
+    "before_clip",
     "before_step",
     "after_step",
     "after_zero_grad",
@@ -25,12 +26,15 @@ EVENTS = (
     "unit_reduced",
     "before_save",
     "after_load",
+    "writes_dropped",
     "master_read",
     "sharded_read",
     "data_read",
     "data_assigned",
     "grad_read",
     "grad_assigned",
+    "segment_grad_read",
+    "segment_grad_assigned",
 )
 """Methods that an `Observer` may have."""
 
@@ -41,6 +45,7 @@ class Observer:
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
+        `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
@@ -51,9 +56,11 @@ class Observer:
         `before_save()`, `after_load()`.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
+        `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
+        `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
 
     def attach(self, engine: Any) -> None:
@@ -75,6 +82,7 @@ class Events:
     after_forward: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
+    before_clip: list[Callable[[], None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
@@ -87,9 +95,12 @@ class Events:
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
     after_load: list[Callable[[], None]]
+    writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
     sharded_read: list[Callable[..., None]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]
     grad_assigned: list[Callable[..., bool]]
+    segment_grad_read: list[Callable[..., Any]]
+    segment_grad_assigned: list[Callable[..., bool]]

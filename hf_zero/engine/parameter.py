@@ -32,6 +32,8 @@ _METADATA = frozenset(
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
         "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
         "is_same_size", "is_conj", "is_neg", "dim_order", "has_names",
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+        "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
     }
 )  # fmt: skip
 """Functions of a tensor that read no values."""

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from ..errors import StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
+from .parameter import set_raw_grad
 from .tape import Tape, Token, Use
 from .unit import State, Unit
 
@@ -40,6 +41,7 @@ class Schedule:
 
     Attributes:
         sync: False inside `no_sync`.
+        defers: inside `no_sync`, gradients add up on this rank at every stage.
         lost: why gradients of this step are gone; None if they are not.
     """
 
@@ -48,6 +50,7 @@ class Schedule:
         self.frees, self._wire, self._after_sync = context.frees, context.wire, after_sync
         self.tape = Tape()
         self.sync = True
+        self.defers = False
         self.lost: str | None = None
         self.in_backward = False
         self._task = -1
@@ -120,7 +123,7 @@ class Schedule:
         self._release_prefetched()
         for event in self.events.after_forward:
             event(output)
-        if self.frees:
+        if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
 
     def _release_prefetched(self) -> None:
@@ -191,12 +194,14 @@ class Schedule:
     @property
     def sends(self) -> bool:
         """Whether this backward reduces gradients."""
-        return self.sync or self.context.policy.reduce_each_backward or self._wire.size == 1
+        each = self.context.policy.reduce_each_backward and not self.defers
+        return self.sync or each or self._wire.size == 1
 
     def begin(self) -> None:
         """The first hook of a backward."""
         if self.in_backward:
             return
+        self.context.refuse_unsharded("a backward")
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
         self._task = backward_id()
         self._keeps_graph = torch.is_grad_enabled()
@@ -421,7 +426,7 @@ class Schedule:
                 for span in unit.trained:
                     span.bucket.clear()
                     for segment in span.segments:
-                        segment.tensor.grad = None
+                        set_raw_grad(segment.tensor, None)
                 if self.frees:
                     unit.release()
             self.in_backward = False

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..comm.codec import gather_codec
+from ..comm.codec import Codec, gather_codec
 from ..comm.inflight import DONE, Inflight
 from ..core.layout import Extent, Slot
 from ..core.layout import Span as SpanLayout
@@ -36,6 +36,10 @@ from .written import put
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+
+_Buffer = tuple[Tensor, Tensor, list[Tensor], torch.UntypedStorage, Codec | None]
+"""`full`, `local`, `views`, the storage, and the codes in which values are gathered."""
 
 
 class Span:
@@ -66,6 +70,7 @@ class Span:
         self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
         self.segments: list[Segment] = []
         self.is_old = False
+        self._usual: _Buffer | None = None
         self._fill(params)
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
         self._storage = self.full.untyped_storage()
@@ -139,7 +144,7 @@ class Span:
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        if not self.stays:
+        if not self.stays and self._usual is None:
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes
@@ -147,6 +152,8 @@ class Span:
     def load_local(self) -> Inflight:
         """Start to fill `local` from the master, or from its copy."""
         source = self.master if self.copy is None else self.copy
+        if self._usual is not None:
+            return self._load_master()
         if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values
             return DONE
         if self.tier is Tier.DEVICE or self.copy_tier is Tier.DEVICE:
@@ -161,7 +168,7 @@ class Span:
         if self.tier is Tier.DEVICE:
             return None
         if self.copy is None:
-            return self.local
+            return self.local if self._usual is None else self._usual[1]
         return None if self.copy is self.master else self.copy
 
     def gather(self) -> Inflight:
@@ -177,10 +184,75 @@ class Span:
 
     def close(self) -> None:
         """Release the memory of `full`."""
-        if not self.stays:
+        if self._usual is not None:
+            self.hide_masters()
+        elif not self.stays:
             self._storage.resize_(0)
             self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
             self._gathered_bytes = 0
+
+    # Masters in another buffer ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show_masters(self, dtype: torch.dtype, purpose: str) -> None:
+        """Point the parameters at another buffer, in `dtype`, which the next gather fills from the masters, without codes.
+
+        The unit is sharded, or the stage keeps full parameters.
+
+        Raises:
+            OutOfMemoryError: the device has no memory for it.
+        """
+        numel = self.layout.numel
+        make = partial(torch.empty, numel, dtype=dtype, device=self.device)
+        full = self.context.storage.allocate("gathered", purpose, numel * dtype.itemsize, make)
+        low, high = self.layout.bounds(self.rank)
+        views = [full[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.layout.slots]
+        self._usual = (self.full, self.local, self.views, self._storage, self.codec)
+        self._use((full, full[low:high], views, full.untyped_storage(), None))
+        if not self.stays:
+            self._gathered_bytes = full.nbytes
+        self.is_old = True
+
+    @torch.no_grad()
+    def hide_masters(self, kept: Sequence[int] = ()) -> None:
+        """Point the parameters at the usual buffer again.
+
+        Args:
+            kept: parameters that were written, by index: where full parameters stay, they are copied there.
+        """
+        if self._usual is None:
+            return
+        views, usual = self.views, self._usual
+        self._usual = None
+        self.context.storage.ledger.device.now["gathered"] -= self.full_bytes
+        if not self.stays:
+            self._gathered_bytes = 0
+        # The buffer is dropped, not resized: graphs that were built meanwhile hold it.
+        self._use(usual)
+        if self.stays:
+            for index in kept:
+                self.views[index].copy_(views[index])
+
+    def _use(self, buffer: _Buffer) -> None:
+        self.full, self.local, self.views, self._storage, self.codec = buffer
+        self.full_bytes = self.full.nbytes
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self.views):
+                set_raw_data(param, view)
+
+    def _load_master(self) -> Inflight:
+        if self.tier is not Tier.DEVICE and self.master_dtype == self.local.dtype:
+            return self.context.storage_tier(self.tier).load(self.master, self.local)
+        self.local.copy_(fetch(self.master))
+        return DONE
+
+    @torch.no_grad()
+    def keep_writes(self) -> None:
+        """Give the master those elements of `local` that are not its own, rounded: user code wrote them."""
+        if not self.is_alias:
+            master = self.values().to(self.device)
+            is_own = master.to(self.local.dtype) == self.local
+            self.write(0, torch.where(is_own, master, self.local.to(master.dtype)))
 
     @property
     def references(self) -> int:

@@ -42,6 +42,8 @@ class Unit:
         hosts: modules whose forward uses it.
         index: its number among the model's units.
         step: an update of its offloaded spans by another thread; None if there is none.
+        is_held: full parameters stay gathered, whatever passes do: `release` does nothing.
+        is_apart: what user code writes to full parameters is not carried into the masters.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Unit:
         self.context, self.events = context, context.events
         self.state = State.GATHERED
         self.step: UnitStep | None = None
+        self.is_held = self.is_apart = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
@@ -121,7 +124,7 @@ class Unit:
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
-        if self.state is State.SHARDED or not self.context.frees:
+        if self.state is State.SHARDED or not self.context.frees or self.is_held:
             return
         if self.state is State.GATHERING:
             self.wait()
