@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from ..engine.observer import Observer
 from .gradients import Gradients
+from .on_demand import OnDemand
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [Gradients(), Writes()]
+    return [OnDemand(), Gradients(), Writes()]

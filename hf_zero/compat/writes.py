@@ -79,8 +79,7 @@ class Writes(Observer):
             found.update(zip(found, _digests(span, found)))
 
     def writes_dropped(self, unit: Unit) -> None:
-        versions = self._versions[unit.index] = list(map(_counter, unit.params))
-        self._totals[unit.index] = sum(versions)
+        self._see(unit)
         for span, found in self._marked.get(unit, {}).items():
             found.update(zip(found, _digests(span, found)))
 
@@ -115,7 +114,7 @@ class Writes(Observer):
     # What -------------------------------------------------------------------------------------------------------------
 
     def _is_readable(self, unit: Unit) -> bool:
-        return (not self._context.frees or unit.state is State.GATHERED) and not getattr(unit, "is_held", False)
+        return not self._context.frees or unit.state is State.GATHERED
 
     def _find_all(self) -> None:
         for unit in self._units:

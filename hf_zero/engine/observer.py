@@ -57,7 +57,8 @@ class Observer:
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
-        `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
+        `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
+            forwards. It gathers the units, and returns the value of `run()`, which calls the function.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
@@ -97,7 +98,7 @@ class Events:
     after_load: list[Callable[[], None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
-    sharded_read: list[Callable[..., None]]
+    sharded_read: list[Callable[..., Any]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]
