@@ -132,7 +132,7 @@ class Unit:
 
     def hide(self) -> None:
         """The use of the full parameters is over. They may still be gathered."""
-        if self.is_shown and self.context.frees:
+        if self.is_shown and self.context.frees and not self.is_held:
             self.is_shown = False
             set_released(self.params, True)
 
