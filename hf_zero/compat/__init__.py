@@ -6,10 +6,12 @@ Delete a file and its line in `observers`, and exactly the programs of its kind 
 from __future__ import annotations
 
 from ..engine.observer import Observer
+from .buffers import Buffers
 from .gradients import Gradients
+from .state_dicts import StateDicts
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [Gradients(), Writes()]
+    return [Gradients(), Writes(), Buffers(), StateDicts()]

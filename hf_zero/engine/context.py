@@ -38,6 +38,7 @@ class Context:
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
         is_unsharded: inside `Engine.unsharded`.
+        keeps_buffers: inside `Engine.own_buffers`.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Context:
     is_stepping: bool = False
     has_updated: bool = False
     is_unsharded: bool = False
+    keeps_buffers: bool = False
     _noted: ZeroError | None = None
     _severity: int = 0
 

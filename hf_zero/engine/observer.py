@@ -26,7 +26,9 @@ EVENTS = (
     "after_load",
     "writes_dropped",
     "master_read",
+    "before_agreement",
     "marks_differ",
+    "before_unsharded",
     "sharded_read",
     "data_read",
     "data_assigned",
@@ -52,7 +54,9 @@ class Observer:
     Checkpoints:
         `before_save()`, `after_load()`.
     All ranks:
+        `before_agreement()`: a backward ends, and ranks are about to compare `Context.marks`.
         `marks_differ()`: ranks have other sums of `Context.marks`. On every rank, at the end of a backward.
+        `before_unsharded()`: `Engine.unsharded` begins; inside, ranks run forwards as they like.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
@@ -94,7 +98,9 @@ class Events:
     after_load: list[Callable[[], None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
+    before_agreement: list[Callable[[], None]]
     marks_differ: list[Callable[[], None]]
+    before_unsharded: list[Callable[[], None]]
     sharded_read: list[Callable[..., None]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]

@@ -36,6 +36,8 @@ class Presence:
 
     def agree(self) -> None:
         """After the reduces of a backward. A collective."""
+        for event in self._context.events.before_agreement:
+            event()
         units = self._context.units
         self._land()
         late = [unit.has_local_grads if unit.trained else False for unit in units]
