@@ -8,10 +8,17 @@ from __future__ import annotations
 from ..engine.observer import Observer
 from .buffers import Buffers
 from .gradients import Gradients
+from .preemption import Preemptions
 from .state_dicts import StateDicts
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [Gradients(), Writes(), Buffers(), StateDicts()]
+    return [
+        Buffers(),
+        Gradients(),
+        Preemptions(),
+        StateDicts(),
+        Writes(),
+    ]

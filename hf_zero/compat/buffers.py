@@ -1,9 +1,9 @@
 """Buffers follow rank 0 as under DistributedDataParallel, but only those that change.
 
 DDP sends all buffers of rank 0 before a forward, if the forward before that one built a graph outside `no_sync`. A buffer
-that all ranks change alike needs no message. So each rank keeps a sum of digests of its buffers in `Context.marks`, which
-the ranks compare at the end of each backward. Where the sums differ, the ranks exchange digests, and the buffers that differ
-are `live` from then on: rank 0's values are sent before forwards, all in one message. Batch norms are live from the start.
+that all ranks change alike needs no message. So each rank keeps a sum of digests of its buffers, which the ranks compare at
+the end of each backward that reduces. Where the sums differ, the ranks exchange digests, and the buffers that differ are
+`live` from then on: rank 0's values are sent before forwards, all in one message. Batch norms are live from the start.
 
 Digests are taken of buffers that were written. Torch counts no writes through `buffer.data`, nor those of quantization
 observers: backwards 1, 2, 4, … and every 64th take the digests of all buffers. The second write makes a buffer live even
@@ -38,7 +38,7 @@ Prints = dict[str, tuple[Sign, list[int]]]
 _ALIGN = 16
 """The bytes of every buffer in a message begin at a multiple of this."""
 _EVERY = 64
-_MARK = "buffers"
+_MOST = 0x7FFFFFFF
 
 
 class Buffers(Observer):
@@ -57,10 +57,11 @@ class Buffers(Observer):
         self._own: set[str] = set()
         """Of another shape or dtype on some rank: each rank keeps its own."""
         self._prints: Prints = {}
+        self._sum = 0
         self._written: set[str] = set()
         """Written once, by all ranks alike."""
         self._next: set[str] = set()
-        """To become live when the ranks have compared their marks."""
+        """To become live when the ranks have compared their sums."""
         self._backwards = 0
         self._is_due = True
         """The next forward of all ranks sends; the same on every rank."""
@@ -94,7 +95,7 @@ class Buffers(Observer):
         }
         self._make_live([name for name in alike if name.rpartition(".")[0] in norms], alike)
         self._prints = _prints(self._watched())
-        self._context.marks[_MARK] = _mark(self._prints)
+        self._sum = _sum(self._prints)
         return True
 
     def _named(self) -> dict[str, Tensor]:
@@ -143,9 +144,9 @@ class Buffers(Observer):
             if buffer is not None and (id(of), name) not in skipped
         ]
 
-    def before_agreement(self) -> None:
+    def tell(self) -> list[int]:
         if not self._is_watched:
-            return
+            return []
         self._backwards += 1
         now, seen = self._versions(), self._seen
         if len(now) != len(seen) or any([a is not b or v != w for (a, v), (b, w) in zip(now, seen)]):
@@ -154,6 +155,7 @@ class Buffers(Observer):
             self._seen = now
         elif not self._backwards & (self._backwards - 1) or self._backwards % _EVERY == 0:
             self._compare(set())
+        return [self._sum, _MOST - self._sum]
 
     def _compare(self, written: set[int]) -> None:
         """Take digests of all buffers.
@@ -171,11 +173,17 @@ class Buffers(Observer):
             if name in self._written or (name in before and not is_counted):
                 self._next.add(name)
             self._written.add(name)
-        self._context.marks[_MARK] = _mark(self._prints)
+        self._sum = _sum(self._prints)
 
-    def marks_differ(self) -> None:
-        if not self._is_watched:
-            return
+    def told(self, highest: list[int]) -> None:
+        if highest and highest[0] != _MOST - highest[1]:
+            self._resolve()
+        elif self._next:  # the sums are equal: all ranks have the same names here
+            self._make_live(sorted(self._next), {name: self._prints[name][0] for name in self._next})
+            self._forget_live()
+
+    def _resolve(self) -> None:
+        """Find the buffers that ranks have changed differently. A collective."""
         told: list[tuple[Prints, set[str]]] = self._wire.exchange((self._prints, self._next))
         everyone = [prints for prints, _ in told]
         wanted = set[str]().union(*(names for _, names in told))
@@ -190,7 +198,7 @@ class Buffers(Observer):
         self._backwards = 0
         kept = {name: each for name, each in self._prints.items() if name not in self._live and name not in self._own}
         self._prints, self._seen = kept, self._versions()
-        self._context.marks[_MARK] = _mark(kept)
+        self._sum = _sum(kept)
 
     def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign]) -> None:
         self._live |= {name: signs[name] for name in names}
@@ -229,9 +237,6 @@ class Buffers(Observer):
                 self._is_due = self._takes
 
     def after_backward(self) -> None:
-        if self._next:  # the marks were equal: all ranks have the same names here
-            self._make_live(sorted(self._next), {name: self._prints[name][0] for name in self._next})
-            self._forget_live()
         if self._live and self._engine.schedule.sync and not self._context.frees:
             self._make_ready()
 
@@ -296,8 +301,8 @@ class Buffers(Observer):
                 buffer.copy_(value)
 
 
-def _mark(prints: Prints) -> int:
-    return sum(zlib.crc32(f"{name} {each}".encode()) for name, each in prints.items())
+def _sum(prints: Prints) -> int:
+    return sum(zlib.crc32(f"{name} {each}".encode()) for name, each in prints.items()) & _MOST
 
 
 def _prints(buffers: Mapping[str, Tensor]) -> Prints:

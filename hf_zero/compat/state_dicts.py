@@ -75,15 +75,15 @@ class StateDicts(Observer):
         """Return entries of these parameters. A collective, unless full parameters show all values."""
         needed = _SHARE * sum(param.numel() * param.element_size() for param in params)
         has_room = self._wire.rank == 0 or needed <= free_host_bytes(self._wire.size)
-        self._context.check()
         found: dict[nn.Parameter, Tensor] = {}
+        spans = [span for unit in self._context.units for span in unit.spans if not params.isdisjoint(span.params)]
+        self._context.check()
         with self._wire.watch.doing("state_dict()"):
-            for span in [span for unit in self._context.units for span in unit.spans]:
-                chosen = [index for index, param in enumerate(span.params) if param in params]
-                if not chosen:
-                    continue
+            if not all(map(self._is_shown, spans)):
+                self._engine.finish_step()
+            for span in spans:
                 whole = None if self._is_shown(span) else full_values(span)
-                for index in chosen:
+                for index in [index for index, param in enumerate(span.params) if param in params]:
                     slot = span.layout.slots[index]
                     dtype = dtype_of(slot.spec.dtype)
                     if not has_room:
@@ -111,8 +111,7 @@ class StateDicts(Observer):
         if assign:
             raise StateError("load_state_dict(assign=True) would replace sharded parameters. Load without assign")
         self._context.refuse_unsharded("load_state_dict()")
-        self._context.check()
-        self._engine.schedule.quiesce()
+        self._engine.quiesce()
         spreads = self._from_rank_0(state_dict)
         loads = Patches()
         for each in dict.fromkeys(each for each, _, _ in holders):

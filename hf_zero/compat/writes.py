@@ -30,7 +30,7 @@ from ..tiers.fingerprint import fingerprint
 from ..tiers.tier import Tier
 
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
-_MARK = "writes"
+_MOST = 0x7FFFFFFF
 
 
 class Writes(Observer):
@@ -45,6 +45,7 @@ class Writes(Observer):
         self._shown: dict[Span, Tensor] = {}
         """After a write to a span that is gathered as codes: what `local` shows until the next gather."""
         self._edits: dict[str, list[int]] = {}
+        self._mark = 0
         """By parameter, the digest of its values after the last write."""
 
     # When -------------------------------------------------------------------------------------------------------------
@@ -182,14 +183,23 @@ class Writes(Observer):
     def _note(self, span: Span, written: list[int], values: list[Tensor]) -> None:
         if span.layout.shards == 1:
             return
-        mark = self._context.marks.get(_MARK, 0)
         for index, found in zip(written, _prints(values)):
             name = span.name_of(index)
-            mark += _mark(name, found) - _mark(name, self._edits.get(name))
+            self._mark += _mark(name, found) - _mark(name, self._edits.get(name))
             self._edits[name] = found
-        self._context.marks[_MARK] = mark
 
-    def marks_differ(self) -> None:
+    def tell(self) -> list[int]:
+        """Return a number that is the same on every rank where the same was written, and its complement."""
+        mark = self._mark & _MOST
+        return [mark, _MOST - mark]
+
+    def told(self, highest: list[int]) -> None:
+        """
+        Raises:
+            RankMismatchError: ranks wrote other values.
+        """
+        if sum(highest) == _MOST:
+            return
         everyone: list[dict[str, list[int]]] = self._context.wire.exchange(self._edits)
         for rank, theirs in enumerate(everyone):
             for name in dict.fromkeys([*everyone[0], *theirs]):

@@ -17,6 +17,8 @@ EVENTS = (
     "before_step",
     "after_step",
     "after_zero_grad",
+    "tell",
+    "told",
     "before_gather",
     "unit_unsharded",
     "unit_resharded",
@@ -26,8 +28,6 @@ EVENTS = (
     "after_load",
     "writes_dropped",
     "master_read",
-    "before_agreement",
-    "marks_differ",
     "before_unsharded",
     "sharded_read",
     "data_read",
@@ -48,16 +48,15 @@ class Observer:
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
+        with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
-        `before_save()`, `after_load()`.
-    All ranks:
-        `before_agreement()`: a backward ends, and ranks are about to compare `Context.marks`.
-        `marks_differ()`: ranks have other sums of `Context.marks`. On every rank, at the end of a backward.
-        `before_unsharded()`: `Engine.unsharded` begins; inside, ranks run forwards as they like.
+        `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
     Access to a parameter from outside the engine:
+        `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
@@ -89,6 +88,8 @@ class Events:
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
+    tell: list[Callable[[], list[int]]]
+    told: list[Callable[[list[int]], None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]
     unit_resharded: list[Callable[..., None]]
@@ -98,8 +99,6 @@ class Events:
     after_load: list[Callable[[], None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
-    before_agreement: list[Callable[[], None]]
-    marks_differ: list[Callable[[], None]]
     before_unsharded: list[Callable[[], None]]
     sharded_read: list[Callable[..., None]]
     data_read: list[Callable[..., None]]

@@ -15,7 +15,6 @@ from .span import Span
 from .unit import Unit
 
 Flags = list[bool]
-_MOST = 0x7FFFFFFF
 
 
 class Presence:
@@ -36,21 +35,28 @@ class Presence:
 
     def agree(self) -> None:
         """After the reduces of a backward. A collective."""
-        for event in self._context.events.before_agreement:
-            event()
         units = self._context.units
         self._land()
         late = [unit.has_local_grads if unit.trained else False for unit in units]
         mine = [self._flags(unit) for unit in units]
         changed = [flags != before for flags, before in zip(mine, self._mine)]
-        mark = sum(self._context.marks.values()) & _MOST
+        events = self._context.events
+        told = [tell() for tell in events.tell]
         found = self._context.wire.start_maximum(
-            [*map(int, late), *map(int, changed), mark, _MOST - mark, self._context.severity], at_end=True
+            [
+                *map(int, late),
+                *map(int, changed),
+                *(value for values in told for value in values),
+                self._context.severity,
+            ],
+            at_end=True,
         )()
         self._context.raise_failures("backward", found.pop())
-        if found.pop() != _MOST - found.pop():
-            for event in self._context.events.marks_differ:
-                event()
+        start = 2 * len(units)
+        for hear, values in zip(events.told, told):
+            hear(found[start : start + len(values)])
+            start += len(values)
+        del found[2 * len(units) :]
         if any(found[: len(units)]):
             self._reduce_late([unit for unit, flag in zip(units, found) if flag])
             self._land()
@@ -105,6 +111,7 @@ class Presence:
         present = bucket.present
         if not any(present):
             bucket.grad = None
+            bucket.count_grad()
         elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
             self._split(span)
         for segment in span.segments:

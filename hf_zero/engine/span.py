@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..core.layout import Extent, Slot
 from ..core.layout import Span as SpanLayout
 from ..core.precision import dtype_of
 from ..plan.costs import Placement
-from ..tiers.array import Values, fetch
+from ..tiers.array import OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
@@ -75,6 +75,7 @@ class Span:
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
         self._storage = self.full.untyped_storage()
         self.full_bytes = self.full.nbytes
+        self._states: dict[str, OnDisk] = {}
         self._gathered_bytes = 0 if self.stays else self.full_bytes
         context.storage.ledger.device.add("gathered", self._gathered_bytes)
         self.bucket = Bucket(self)
@@ -306,6 +307,30 @@ class Span:
         self.master[start : start + values.numel()].copy_(values)
         if self.published is not None:
             self.published[start : start + values.numel()].copy_(values.to(self.compute_dtype))
+
+    def publish(self) -> None:
+        """Carry the master's values to what gathers read, where that is other memory than the device's.
+
+        Raises:
+            TierError: they could not be read or written.
+        """
+        target = self.published
+        if isinstance(target, Tensor) and isinstance(self.master, OnDisk):
+            self.master.read_into(target)
+        elif target is not None:
+            target.copy_(self.master)  # type: ignore[arg-type]
+
+    def state_on_disk(self, name: str, dtype: torch.dtype) -> OnDisk:
+        """The array that has a state of all segments. One for the span, so that offsets are aligned like the master's.
+
+        Raises:
+            TierError: the disk is full.
+        """
+        whole = self._states.get(name)
+        if whole is None or whole.dtype != dtype:
+            whole = cast(OnDisk, self.context.storage_tier(Tier.DISK).empty(self.local_numel, dtype))
+            self._states[name] = whole
+        return whole
 
     def put(self, index: int, values: Tensor) -> None:
         """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
