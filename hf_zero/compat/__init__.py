@@ -6,10 +6,12 @@ Delete a file and its line in `observers`, and exactly the programs of its kind 
 from __future__ import annotations
 
 from ..engine.observer import Observer
+from .buffers import Buffers
 from .freezing import Freezing
 from .gradients import Gradients
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .state_dicts import StateDicts
 from .transforms import Transforms
 from .writes import Writes
 
@@ -20,7 +22,9 @@ def observers() -> list[Observer]:
         Transforms(),
         OnDemand(),
         Freezing(),
+        Buffers(),
         Gradients(),
         Preemptions(),
+        StateDicts(),
         Writes(),
     ]

@@ -200,6 +200,15 @@ class Engine:
             raise ConfigError(problem)
         return weighing.scaled(loss, weight, total, self.world_size)
 
+    @contextmanager
+    def own_buffers(self) -> Iterator[None]:
+        """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
+        before, self.context.keeps_buffers = self.context.keeps_buffers, True
+        try:
+            yield
+        finally:
+            self.context.keeps_buffers = before
+
     # Step -------------------------------------------------------------------------------------------------------------
 
     def _before_step(self, binding: Binding) -> None:
@@ -388,6 +397,8 @@ class Engine:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        for event in self.events.before_unsharded:
+            event()
         context.is_unsharded = True
         try:
             yield

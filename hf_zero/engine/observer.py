@@ -29,6 +29,7 @@ EVENTS = (
     "after_load",
     "writes_dropped",
     "master_read",
+    "before_unsharded",
     "sharded_read",
     "data_read",
     "data_assigned",
@@ -58,6 +59,7 @@ class Observer:
     Checkpoints:
         `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
     Access to a parameter from outside the engine:
+        `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
@@ -103,6 +105,7 @@ class Events:
     after_load: list[Callable[[], None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
+    before_unsharded: list[Callable[[], None]]
     sharded_read: list[Callable[..., Any]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
