@@ -17,6 +17,7 @@ EVENTS = (
     "before_clip",
     "before_step",
     "after_step",
+    "step_paused",
     "after_zero_grad",
     "tell",
     "told",
@@ -51,6 +52,7 @@ class Observer:
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
@@ -93,6 +95,7 @@ class Events:
     before_clip: list[Callable[[], None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
+    step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
     tell: list[Callable[[], list[int]]]
     told: list[Callable[[list[int]], None]]
