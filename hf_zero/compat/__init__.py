@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from ..engine.observer import Observer
 from .freezing import Freezing
+from .gradients import Gradients
+from .preemption import Preemptions
+from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [Freezing()]
+    return [
+        Freezing(),
+        Gradients(),
+        Preemptions(),
+        Writes(),
+    ]

@@ -14,6 +14,8 @@ from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision
 from ..errors import RankMismatchError, StateError, TierError, ZeroError
+from ..plan.machine import free_device_bytes, free_host_bytes
+from ..plan.plan import Plan
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .observer import Events
@@ -31,11 +33,14 @@ class Context:
         names: all names of each parameter, the first one first.
         device: where the model computes.
         layout: of all units; integers only.
+        plan: what is stored where, and what it costs.
         units: in registration order.
         flags_mark: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
+        step_wait_s: how long training has waited for updates by the other thread.
+        is_unsharded: inside `Engine.unsharded`.
     """
 
     model: nn.Module
@@ -48,11 +53,14 @@ class Context:
     names: dict[nn.Parameter, list[str]]
     events: Events
     layout: Layout
+    plan: Plan
     units: list[Unit] = field(default_factory=list)
     flags_mark: int = 0
     failure: str | None = None
     is_stepping: bool = False
     has_updated: bool = False
+    step_wait_s: float = 0.0
+    is_unsharded: bool = False
     _noted: ZeroError | None = None
     _severity: int = 0
 
@@ -89,6 +97,27 @@ class Context:
         raise RankMismatchError(
             f"requires_grad of {name!r} differs between ranks: {found}. Freeze and unfreeze parameters on every rank alike"
         )
+
+    def forget_failure(self) -> None:
+        """All values were written again."""
+        self.failure, self._noted, self._severity = None, None, 0
+        self.has_updated = False
+
+    def refuse_unsharded(self, what: str) -> None:
+        """
+        Raises:
+            StateError: inside `Engine.unsharded`: the full parameters there would be old after `what`.
+        """
+        if self.is_unsharded:
+            raise StateError(
+                f"{what} was called inside zero.unsharded: the weights that it shows would be old. End the context first"
+            )
+
+    def free_bytes(self) -> int:
+        """Device memory that this rank may still take. A collective."""
+        if self.device.type == "cuda":
+            return free_device_bytes(self.device)
+        return free_host_bytes(self.wire.ranks_here())
 
     # Offload ----------------------------------------------------------------------------------------------------------
 

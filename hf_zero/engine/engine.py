@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.behind import Saves
+from ..checkpoint.save import Saving
+from ..checkpoint.weights import Stateful
+from ..comm.agree import read
+from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
-from ..errors import ConfigError, StateError
+from ..core.precision import Precision
+from ..errors import ConfigError, LayoutError, StateError, ZeroError
 from ..tiers.tier import Tier
 from . import weighing
 from .build import give_back
-from .clipping import clip_norm, clip_value
+from .clipping import Parts, clip_norm, clip_value
 from .context import Context
+from .graph import backward_id
 from .host_step import Stepper
+from .observer import Observer
 from .optimizer import Binding, StepWrapper
+from .optimizer_dict import load_state_dict, state_dict, unbind
+from .optimizer_state import whole_states
+from .parameter import place_of, set_raw_grad
+from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
+from .saving import load, outline, save
 from .schedule import Schedule
+from .segments import Segment
 from .span import Span
 from .unit import Unit
+from .unsharded import Hold, same_on_all_ranks
 
+Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
 """Where a sharded module keeps its engine."""
 
@@ -44,6 +62,7 @@ class Engine:
         self.schedule = Schedule(context, self._after_sync)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
+        self.saves = Saves(self._wire)
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -62,6 +81,19 @@ class Engine:
     @property
     def config(self) -> ZeroConfig:
         return self.context.config
+
+    @property
+    def precision(self) -> Precision:
+        return self.context.precision
+
+    @property
+    def wire(self) -> SoloWire:
+        """How the ranks communicate."""
+        return self._wire
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return small Python values of all ranks, in rank order. A collective."""
+        return self._wire.exchange(value)
 
     @property
     def rank(self) -> int:
@@ -87,18 +119,26 @@ class Engine:
 
     def _take_methods(self, binding: Binding) -> None:
         optimizer = binding.optimizer
+        binding.guard_state(self.wait_for_steps)
         self._undo.append(StepWrapper(binding, self._before_step, self._after_step, self._step_failed).remove)
 
         def zero_grad(set_to_none: bool = True) -> None:
             self.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
+        optimizer.state_dict = partial(self._optimizer_state_dict, binding)  # type: ignore[method-assign]
+        optimizer.load_state_dict = partial(self._load_optimizer_state_dict, binding)  # type: ignore[method-assign]
+        for name in ("zero_grad", "state_dict", "load_state_dict"):
+            self._undo.append(partial(optimizer.__dict__.pop, name, None))
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def _after_sync(self) -> None:
         self._presence.agree()
+
+    def fit_segments(self, span: Span) -> None:
+        """After a change of `bucket.present`, the same on every rank: optimizers see which parameters have a gradient."""
+        self._presence.fit(span)
 
     def _split(self, span: Span) -> None:
         for binding in self.bindings:
@@ -169,7 +209,9 @@ class Engine:
                 "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
             )
         self.context.check()
+        self.context.refuse_unsharded("optimizer.step()")
         self._wire.watch.phase = "optimizer.step()"
+        binding.guard_state(self.wait_for_steps)
         self.schedule.flush()
         if self.schedule.lost is not None:
             raise StateError(f"optimizer.step(): {self.schedule.lost}. Call zero_grad() and repeat the step")
@@ -194,8 +236,28 @@ class Engine:
         self.context.failure = reason
 
     @torch.no_grad()
-    def refresh(self, spans: list[Span]) -> None:
-        """The masters of these spans were written: full parameters that the stage keeps are gathered again. A collective."""
+    def refresh(self, spans: Sequence[Span] | None = None) -> None:
+        """The masters of these spans were written: full parameters that the stage keeps are gathered again. A collective.
+
+        Args:
+            spans: None: any span, also offloaded ones, whose copies for gathers are written, too.
+
+        Raises:
+            TierError: a rank could not read or write.
+        """
+        if spans is None:
+            spans = [span for unit in self.units for span in unit.spans]
+
+            def publish() -> None:
+                for span in spans:
+                    span.publish()
+
+            self.schedule.quiesce()
+            if not self.context.frees:  # what this rank's parts of full parameters show is no write of user code
+                for unit in self.units:
+                    for event in self.events.writes_dropped:
+                        event(unit)
+            read(self._wire, publish, may_fail=self.context.storage.uses_disk)
         by_unit: dict[Unit, list[Span]] = {}
         chosen = set(map(id, spans))
         for unit in self.units:
@@ -223,18 +285,14 @@ class Engine:
         for binding in self.bindings:
             if optimizer is not None and binding.optimizer is not optimizer:
                 continue
-            for group in binding.segments:
+            for group in binding.segments if set_to_none else ():
                 for segment in group:
-                    if set_to_none:
-                        segment.tensor.grad = None
-                    elif segment.tensor.grad is not None:
-                        segment.tensor.grad.zero_()
+                    set_raw_grad(segment.tensor, None)
         for span in self.trained if optimizer is None else self._spans_of(optimizer):
             if set_to_none:
                 span.bucket.clear()
-            elif span.bucket.grad is not None:
-                span.bucket.grad.zero_()
-                span.bucket.drop_local()
+            else:
+                span.bucket.zero()
         for event in self.events.after_zero_grad:
             event()
 
@@ -248,23 +306,57 @@ class Engine:
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> Tensor:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
         Args:
             max_norm: `inf` only measures.
             norm_type: order of the norm; `inf` for the largest magnitude.
+            parameters: of the model, these alone.
 
         Returns:
             The norm before clipping, a scalar tensor, the same on every rank.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
         """
         self._before_clipping("clip_grad_norm_")
-        return clip_norm(self.trained, self._wire, float(max_norm), float(norm_type))
+        return clip_norm(self._parts_to_clip(parameters), self._wire, float(max_norm), float(norm_type))
 
-    def clip_grad_value_(self, clip_value_: float) -> None:
-        """Clamp every gradient element to `[-clip_value_, clip_value_]`."""
+    def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
+        """
         self._before_clipping("clip_grad_value_")
-        clip_value(self.trained, self._wire, clip_value_)
+        clip_value(self._parts_to_clip(parameters), self._wire, clip_value_)
+
+    def _parts_to_clip(self, parameters: Iterable[nn.Parameter] | None) -> Parts:
+        """By span, which elements of its slice belong to these parameters, or to segments of them."""
+        if parameters is None:
+            return {span: [slice(0, span.local_numel)] for span in self.trained}
+        found: dict[Span, list[slice]] = {span: [] for span in self.trained}
+        wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        segments: dict[Tensor, Segment] = {
+            segment.tensor: segment for span in self.trained for segment in span.segments
+        }
+        for param in wanted:
+            place, segment = place_of(param), segments.get(param)
+            if segment is not None:
+                found[segment.span].append(segment.here)
+            elif place is None or place.unit.context is not self.context:
+                raise LayoutError(
+                    f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with "
+                    "torch.nn.utils"
+                )
+            elif place.span in found and (part := place.span.part_of(place.index)) is not None:
+                found[place.span].append(part.here)
+        if wanted >= {param for span in self.trained for param in span.params}:
+            return self._parts_to_clip(None)
+        return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
 
     def _before_clipping(self, what: str) -> None:
         if self.context.config.step_in_backward and self.stepper is not None:
@@ -274,26 +366,223 @@ class Engine:
             )
         self.schedule.flush()
         self.wait_for_steps()
+        for event in self.events.before_clip:
+            event()
+
+    # Full parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages that this rank has sent."""
+        return self._wire.traffic
+
+    @contextmanager
+    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+        """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`."""
+        context = self.context
+        if context.is_unsharded:  # the outer one decides
+            yield
+            return
+        if backward_id() >= 0:
+            raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
+        self.schedule.quiesce()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        context.is_unsharded = True
+        try:
+            yield
+            same_on_all_ranks(context)
+        finally:
+            context.is_unsharded = False
+            hold.end(hold.written())
+
+    # Values from outside ----------------------------------------------------------------------------------------------
+
+    def quiesce(self) -> None:
+        """Before masters are read or written from outside: they have the values of one step, and nothing is gathered.
+
+        Raises:
+            StateError: an optimizer's step was left half done.
+            TierError: a rank could not read or write.
+        """
+        self.schedule.quiesce()
+        self.finish_step()
+        for event in self.events.before_save:
+            event()
+
+    def finish_step(self) -> None:
+        """Return when no thread updates masters behind `optimizer.step()`.
+
+        Raises:
+            StateError: a step was left half done.
+            TierError: a rank could not read or write.
+        """
+        self.wait_for_steps()
+        self.context.raise_failures("an optimizer's step over offloaded state")
+        self.context.check()
+
+    def reset(self) -> None:
+        """Forget what an exception left half-way: local gradients and transfers. The next forward does so, too."""
+        self.schedule.recover()
+
+    def forget_failure(self) -> None:
+        """All masters and states were loaded: a step that was left half done does not matter any more."""
+        self.context.forget_failure()
+        if self.stepper is not None:
+            self.stepper.forget()
+
+    def outline(self) -> dict[str, Any]:
+        """Return `model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
+        return outline(self.context)
+
+    # Optimizer state --------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
+        """Return what a checkpoint writes and fills of an optimizer. A collective.
+
+        Raises:
+            StateError: the engine does not have this optimizer.
+        """
+        binding = self._binding_of(optimizer)
+        groups = zip(optimizer.param_groups, binding.originals)
+        names = self.context.names
+        named = [{**group, "params": [names[param][0] for param in params]} for group, params in groups]
+        return OptimizerPieces(binding, self._wire, named)
+
+    def group_options(self) -> list[dict[str, Any]]:
+        """Return the groups of all optimizers: their options, and under `params` the parameters' names."""
+        return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
+
+    def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
+        for binding in self.bindings:
+            if binding.optimizer is optimizer:
+                return binding
+        raise StateError(
+            f"this {type(optimizer).__name__} is not an optimizer of the engine. Call engine.bind(optimizer)"
+        )
+
+    def _optimizer_state_dict(self, binding: Binding) -> dict[str, Any]:
+        self.finish_step()
+        return state_dict(binding, self._wire)
+
+    def _load_optimizer_state_dict(self, binding: Binding, state: Mapping[str, Any]) -> None:
+        self.finish_step()
+        load_state_dict(binding, self._wire, state)
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "50GB",
+        save_optimizer: bool = True,
+        objects: Mapping[str, Stateful] | None = None,
+        async_save: bool = False,
+    ) -> None:
+        """Write a checkpoint that is an ordinary model folder. All ranks write at once; nothing is gathered. A collective.
+
+        It appears as a whole: an older one in `folder` stays until then. `load` reads it at any world size and stage, and so do
+        `from_pretrained` and `safetensors.torch.load_file`.
+
+        Args:
+            max_shard_size: of one weight file, as in `save_pretrained`.
+            objects: name -> scheduler, loss scaler, data loader, …: anything with `state_dict()`; of rank 0, as JSON.
+            async_save: return when the bytes that this rank writes are copied to host memory, and write behind training. The
+                next `save` or `load`, `wait_for_save` or the exit of the process waits, and raises if it failed on any rank.
+
+        Raises:
+            CheckpointError: on every rank; names the rank, the file and the reason. `folder` is as it was.
+            StateError: an optimizer's step was left half done.
+        """
+        self.quiesce()
+        self.wait_for_save()
+        finish = self.saves.write_behind if async_save else Saving.commit
+        save(
+            self,
+            folder,
+            max_shard_size=max_shard_size,
+            save_optimizer=save_optimizer,
+            objects=objects,
+            finish=finish,
+        )
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        load_optimizer: bool | None = None,
+        objects: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+        strict: bool = True,
+    ) -> None:
+        """Read a checkpoint of any world size and stage, or a plain `from_pretrained` folder (weights only). A collective.
+
+        Args:
+            load_optimizer: None: if the checkpoint and this engine have one.
+            objects: name -> what to `load_state_dict`, as given to `save`. Random states are restored where the world size
+                is that of the save.
+            verify: compare every byte with its digest as it is read. Coverage is checked in any case.
+            strict: the folder must have every parameter and persistent buffer, nothing else, in equal shapes.
+
+        Raises:
+            CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
+        """
+        self.context.refuse_unsharded("Engine.load")
+        self.schedule.quiesce()
+        with suppress(ZeroError):  # a step that failed: everything is written again
+            self.wait_for_steps()
+        with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
+            for event in self.events.before_save:
+                event()
+        self.wait_for_save()
+        load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
+        for event in self.events.after_load:
+            event()
+
+    def wait_for_save(self) -> None:
+        """Return when the save that `async_save` left behind is complete.
+
+        Raises:
+            CheckpointError: on every rank: it failed on one.
+        """
+        self.saves.wait()
 
     # End --------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective."""
-        self.schedule.quiesce()
-        self.wait_for_steps()
-        self.context.raise_failures("detach()")
+        """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective.
+
+        Raises:
+            StateError: an optimizer's step was left half done.
+            TierError: on every rank: one could not read its values.
+        """
+        if self.model.__dict__.get(_ENGINE) is not self:
+            return
+        self.context.refuse_unsharded("Engine.detach")
+        with self._wire.watch.doing("Engine.detach"):
+            self.quiesce()
+            states = [whole_states(binding, self._wire, everywhere=True) for binding in self.bindings]
+            self.zero_grad()
+            for undo in reversed(self._undo):
+                undo()
+            self._undo.clear()
+            give_back(self.context)
         if self.stepper is not None:
             self.stepper.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        give_back(self.context)
-        for binding in self.bindings:
-            for group, params in zip(binding.optimizer.param_groups, binding.originals):
-                group["params"] = list(params)
+        for binding, state in zip(self.bindings, states):
+            unbind(binding, state)
+        self.bindings = []
 
-    def report(self) -> dict[str, Any]:
-        return {"units": len(self.units)}
+    def observer(self, kind: type[Attached]) -> Attached:
+        """Return the observer of a class.
+
+        Raises:
+            StateError: none is attached.
+        """
+        for each in self.events.observers:
+            if isinstance(each, kind):
+                return each
+        raise StateError(f"no {kind.__name__} observes this engine. Build the engine by zero.shard, which attaches one")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -9,6 +9,7 @@ Units are updated in the order in which the next forward needs them. `Unit.wait_
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .context import Context
 from .optimizer import Binding
+from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
@@ -58,23 +60,28 @@ class Stepper:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
         self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.spans)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
+        self._is_running = False  # maybe
         self._updated: set[Unit] = set()  # in this step's backward
-        self._arrays: dict[tuple[Span, str], OnDisk] = {}
         self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
         self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
         if context.config.step_in_backward:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
 
+    def _begin_thread(self) -> None:
+        self._storage.meter.stepper_thread = threading.get_ident()
+
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Return when no update runs."""
-        for unit in self._units:
-            unit.wait_for_step()
+        if self._is_running:
+            for unit in self._units:
+                unit.wait_for_step()
+            self._is_running = False
 
     def prepare(self, binding: Binding) -> None:
         """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
@@ -87,7 +94,7 @@ class Stepper:
         for group in binding.segments:
             for segment in group:
                 if segment.span.tier is not Tier.DEVICE:
-                    segment.tensor.grad = None
+                    set_raw_grad(segment.tensor, None)
 
     def begin(self, binding: Binding) -> None:
         """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
@@ -129,6 +136,7 @@ class Stepper:
         for span in unit.trained:
             if span.tier is not Tier.DEVICE:
                 span.bucket.grad = None
+                span.bucket.count_grad()
 
     def _agree_on_present(self, unit: Unit) -> None:
         """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
@@ -152,7 +160,7 @@ class Stepper:
                 bucket = span.bucket
                 if span not in unit.trained or span.tier is Tier.DEVICE or bucket.grad is None:
                     continue
-                if any(bucket.present[index] for index in segment.members):
+                if segment.has_grad:
                     known = dict(binding.state_of(segment))
                     pieces.append(Piece(segment, number, bucket.grad, bucket.factor, known))
                     arrivals.append(bucket.land)
@@ -161,10 +169,16 @@ class Stepper:
         unit.wait_for_step()
         step = UnitStep(pieces, twin, binding.optimizer, after, arrivals)
         unit.step = step
+        self._is_running = True
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
                 self._ring.announce(piece)
         self._pool.submit(self._run, step)
+
+    def forget(self) -> None:
+        """All values were loaded: what was updated in a backward does not matter any more."""
+        self._broken, self._twin = None, None
+        self._updated.clear()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -230,21 +244,20 @@ class Stepper:
         if segment.numel:
             self._keep_state(step, piece, kept)
 
-    def _home(self, piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
-        """Where a state of a segment is stored: in one array per span, so that offsets are aligned like the master's."""
+    @staticmethod
+    def _home(piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
+        """Where a state of a segment is stored."""
         before = piece.known.get(name)
         if isinstance(before, OnDisk):
             return before
-        whole = self._arrays.get((piece.span, name))
-        if whole is None or whole.dtype != dtype:
-            whole = _on_disk(self._context.storage_tier(Tier.DISK).empty(piece.span.local_numel, dtype))
-            self._arrays[piece.span, name] = whole
-        return whole[piece.segment.here]
+        return piece.span.state_on_disk(name, dtype)[piece.segment.here]
 
     @staticmethod
     def _keep_state(step: UnitStep, piece: Piece, entries: dict[str, Any]) -> None:
         if entries:
-            step.optimizer.state[piece.segment.tensor].update(entries)
+            dict.setdefault(step.optimizer.state, piece.segment.tensor, {}).update(
+                entries
+            )  # past the guard, which waits
 
     def _update(
         self,

@@ -10,14 +10,16 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import LayoutError, StallError
-from ..tiers.tier import Tier
 from .context import Context
+from .optimizer_state import elementwise_of, put_states
+from .segment_states import SegmentStates
 from .segments import Segment, first_segments, runs_of, split
 from .span import Span
 
@@ -59,67 +61,53 @@ class Binding:
         return self._empty[group]
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.state.get(segment.tensor, {})
+        found: dict[str, Any] = dict.get(self.optimizer.state, segment.tensor, {})
         return found
+
+    def put_state(self, segment: Segment, entries: dict[str, Any]) -> None:
+        """Replace the state of a segment; an empty one is removed."""
+        if entries:
+            dict.__setitem__(self.optimizer.state, segment.tensor, entries)
+        else:
+            dict.pop(self.optimizer.state, segment.tensor, None)
 
     def split(self, span: Span) -> None:
         """Split the segments of a span of this optimizer so that in each all parameters have a gradient, or none."""
-        state = self.optimizer.state
         for group in self.segments:
             for segment in [each for each in group if each.span is span]:
-                runs = runs_of(segment, span.bucket.present.__getitem__)
-                if len(runs) < 2:
-                    continue
-                pieces = split(segment, runs, state.pop(segment.tensor, {}))
-                for new, entries in pieces:
-                    if entries:
-                        state[new.tensor] = entries
-                at = group.index(segment)
-                group[at : at + 1] = [new for new, _ in pieces]
-                at = span.segments.index(segment)
-                span.segments[at : at + 1] = [new for new, _ in pieces]
+                self.divide(segment, span.bucket.present.__getitem__)
+
+    def divide(self, segment: Segment, key: Callable[[int], object]) -> list[Segment]:
+        """Split a segment so that in each part all members have the same `key`. Returns the parts."""
+        runs = runs_of(segment, key)
+        if len(runs) < 2:
+            return [segment]
+        pieces = split(segment, runs, dict.pop(self.optimizer.state, segment.tensor, {}))
+        parts = [new for new, _ in pieces]
+        for new, entries in pieces:
+            self.put_state(new, entries)
+            new.show_grad()
+        for owner in (next(group for group in self.segments if segment in group), segment.span.segments):
+            at = owner.index(segment)
+            owner[at : at + 1] = parts
         self.show_segments()
+        return parts
 
     # Life -------------------------------------------------------------------------------------------------------------
+
+    def guard_state(self, settle: Callable[[], None]) -> None:
+        """Let access to `optimizer.state` wait for `settle`. User code may have assigned another dictionary since."""
+        if not isinstance(self.optimizer.state, SegmentStates):
+            self.optimizer.state = SegmentStates(self.optimizer.state, settle)
 
     def take_state(self) -> None:
         """Give the segments the state that the optimizer has of the model's parameters, if any."""
         before: Any = self.optimizer.state
-        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        for group in self.segments:
-            for segment in group:
-                entries = [before.get(segment.span.params[index], {}) for index in segment.members]
-                if any(entries):
-                    state[segment.tensor] = _joined(segment, entries)
         known = {param for params in self.originals for param in params}
-        for key, entry in before.items():  # what is no parameter of the model
-            if key not in known:
-                state[key] = entry
-        self.optimizer.state = state
-
-
-def _joined(segment: Segment, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a segment from the states of its whole parameters."""
-    out: dict[str, Any] = {}
-    span, layout = segment.span, segment.span.layout
-    for name in dict.fromkeys(name for each in entries for name in each):
-        values = [each.get(name) for each in entries]
-        sample = next(value for value in values if value is not None)
-        slots = [layout.slots[index] for index in segment.members]
-        if not isinstance(sample, Tensor) or sample.shape != slots[0].spec.shape or name == "step":
-            out[name] = sample.clone() if isinstance(sample, Tensor) else sample
-            continue
-        if segment.is_matrix:
-            out[name] = sample
-            continue
-        joined = torch.zeros(segment.numel, dtype=sample.dtype, device=segment.span.device)
-        for index, value in zip(segment.members, values):
-            part = segment.span.part_of(index)
-            if part is not None and value is not None:
-                start = part.start - segment.start
-                joined[start : start + part.numel].copy_(value.reshape(-1)[part.there])
-        out[name] = joined if span.tier is Tier.DEVICE else span.context.storage_tier(span.tier).store(joined)
-    return out
+        saved = {param: entries for param, entries in before.items() if param in known}
+        self.optimizer.state = defaultdict(dict, {key: each for key, each in before.items() if key not in known})
+        for span in self.spans:
+            put_states(self, span, saved, elementwise_of(self, saved))
 
 
 def bind(optimizers: Sequence[torch.optim.Optimizer], context: Context, originals: Sequence[Groups]) -> list[Binding]:
@@ -188,10 +176,20 @@ class StepWrapper:
         self._had = optimizer.__dict__.get("step")
         inner = optimizer.step
 
+        def evaluate(closure: Callable[[], Any]) -> Any:
+            binding.is_stepping = False  # it runs a backward, outside of the step
+            try:
+                loss = closure()
+            finally:
+                binding.is_stepping = True
+            before(binding)
+            return loss
+
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if binding.is_stepping:  # a class's step that calls the instance's
                 return inner(*args, **kwargs)
             before(binding)
+            args, kwargs = _with_closure(args, kwargs, evaluate)
             tensors = [segment.tensor for group in binding.segments for segment in group]
             versions = [tensor._version for tensor in tensors]
             binding.is_stepping = True
@@ -215,3 +213,14 @@ class StepWrapper:
             self._optimizer.__dict__.pop("step", None)
         else:
             self._optimizer.step = self._had  # type: ignore[method-assign]
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], evaluate: Callable[[Callable[[], Any]], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A step's arguments, where `evaluate` runs the closure among them."""
+    if args and callable(args[0]):
+        return (partial(evaluate, args[0]), *args[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": partial(evaluate, kwargs["closure"])}
+    return args, kwargs

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LayoutError, StateError
+from ..errors import StateError
 
 if TYPE_CHECKING:
     from .span import Span
@@ -33,6 +33,8 @@ _METADATA = frozenset(
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
         "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
         "is_same_size", "is_conj", "is_neg", "dim_order", "has_names",
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+        "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
     }
 )  # fmt: skip
 """Functions of a tensor that read no values."""
@@ -72,12 +74,11 @@ class ShardedParameter(nn.Parameter):
     def data(self, values: Tensor) -> None:
         place = self._zero_place
         if values.shape != self.shape:
-            raise LayoutError(
+            raise StateError(
                 f"{place.span.name_of(place.index)!r} was assigned values of shape {tuple(values.shape)}, and has shape "
                 f"{tuple(self.shape)}. A sharded parameter keeps its shape: detach() the engine first"
             )
-        with torch.no_grad():
-            place.span.view(place.index).copy_(values)
+        place.span.put(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
 

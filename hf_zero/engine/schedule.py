@@ -25,11 +25,12 @@ from torch.autograd import Variable
 from ..errors import StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
+from .parameter import set_raw_grad
 from .tape import Tape, Token, Use
 from .unit import State, Unit
 
-_REDUCES_AHEAD = 2
-"""Units whose reduce may be under way: buffers of so many are in memory."""
+_REDUCES_AHEAD = 1
+"""Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
 
 class Schedule:
@@ -122,7 +123,7 @@ class Schedule:
         self._release_prefetched()
         for event in self.events.after_forward:
             event(output)
-        if self.frees:
+        if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
 
     def _release_prefetched(self) -> None:
@@ -207,6 +208,7 @@ class Schedule:
         """The first hook of a backward."""
         if self.in_backward:
             return
+        self.context.refuse_unsharded("a backward")
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
         self._task = backward_id()
         self._keeps_graph = torch.is_grad_enabled()
@@ -313,10 +315,10 @@ class Schedule:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        while len(self._reducing) >= _REDUCES_AHEAD:
+            self._reducing.popleft().finish_reduce()
         unit.reduce()
         self._reducing.append(unit)
-        while len(self._reducing) > _REDUCES_AHEAD:
-            self._reducing.popleft().finish_reduce()
 
     def _enter_nested(self, use: Use) -> None:
         """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
@@ -439,7 +441,7 @@ class Schedule:
                 for span in unit.trained:
                     span.bucket.clear()
                     for segment in span.segments:
-                        segment.tensor.grad = None
+                        set_raw_grad(segment.tensor, None)
                 if self.frees:
                     unit.release()
             self.in_backward = False

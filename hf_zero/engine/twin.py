@@ -42,6 +42,11 @@ class Twin:
     def is_fused(self, group: int) -> bool:
         return bool(self._options[group].get("fused"))
 
+    @property
+    def option_names(self) -> set[str]:
+        """The options of the group that was stepped last: a step may add some."""
+        return set(self._twin.param_groups[0])
+
     def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` in place. Returns the state; its tensors are those of `state` where these existed."""
         param = nn.Parameter(master, requires_grad=True)

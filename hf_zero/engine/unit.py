@@ -8,6 +8,7 @@ depend on these states.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ class Unit:
         index: its number among the model's units.
         trained: spans whose gradients are reduced.
         step: an update of its offloaded spans by another thread; None if there is none.
+        is_held: full parameters stay gathered, whatever passes do: `release` does nothing.
+        is_apart: what user code writes to full parameters is not carried into the masters.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Unit:
         self.context, self.events = context, context.events
         self.state = State.GATHERED
         self.step: UnitStep | None = None
+        self.is_held = self.is_apart = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
@@ -121,12 +125,16 @@ class Unit:
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
-        if self.state is State.SHARDED or not self.context.frees:
+        if self.state is State.SHARDED or not self.context.frees or self.is_held:
             return
         if self.state is State.GATHERING:
             self.wait()
         for event in self.events.unit_resharded:
             event(self)
+        self.close()
+
+    def close(self) -> None:
+        """Free the full parameters."""
         self.state = State.SHARDED
         # Parameters first: an operation on one whose buffer has no memory would crash the process.
         set_released(self.params, True)
@@ -147,7 +155,11 @@ class Unit:
             BaseException: the update failed, and no rank uses a disk; else see `Context.raise_failures`.
         """
         step, self.step = self.step, None
-        error = step.wait() if step is not None else None
+        if step is None:
+            return
+        started = time.perf_counter()
+        error = step.wait()
+        self.context.step_wait_s += time.perf_counter() - started
         if error is not None:
             self.context.note_failure(error, half_done=True)
 
