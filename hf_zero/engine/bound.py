@@ -102,6 +102,7 @@ class Bound:
     # Methods ----------------------------------------------------------------------------------------------------------
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        self.get(optimizer).guard_state(self._engine.wait_for_steps)
         undo: list[Callable[[], object]] = [StepWrapper(optimizer, self, self._held).remove]
         methods: dict[str, Callable[..., Any]] = {
             "zero_grad": partial(self._zero_grad, optimizer),
@@ -149,7 +150,9 @@ class Bound:
                 "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
             )
         self._context.check()
+        self._context.refuse_unsharded("optimizer.step()")
         self._context.wire.watch.phase = "optimizer.step()"
+        binding.guard_state(engine.wait_for_steps)
         self.follow_groups()
         engine.schedule.flush()
         if engine.schedule.lost is not None:
@@ -159,7 +162,6 @@ class Bound:
         engine.schedule.quiesce()
         if engine.stepper is not None:
             engine.stepper.settle()
-        del binding
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         stepper = self._engine.stepper

@@ -48,7 +48,9 @@ class Bucket:
         self.reduce_dtype = span.context.precision.reduce_dtype_of(span.master_dtype)
         layout = span.layout
         self._numel, self._used_numel = layout.numel, layout.used_numel
-        self._bytes = self._numel * self.reduce_dtype.itemsize
+        self._fresh_bytes = self._used_numel * span.compute_dtype.itemsize
+        self._moving_bytes = self._held_bytes = self._grad_bytes = 0
+        """In the ledger: on their way, held for a later backward, reduced."""
         self._parts = [(slice(slot.offset, slot.stop), slot.spec.shape) for slot in layout.slots]
 
     # Local gradients --------------------------------------------------------------------------------------------------
@@ -64,6 +66,9 @@ class Bucket:
         """Keep local gradients for a later reduce, in float32 at least. What is float32 already stays on the parameters."""
         if self.span.compute_dtype != self.span.master_dtype:
             self._held = self._collect(Precision.hold_dtype(self.reduce_dtype))
+            self._held_bytes = self._held.nbytes
+            self._account.now["gradients"] += self._held_bytes
+            self._count_moving(0)
 
     def local(self, index: int) -> Tensor | None:
         """This rank's gradient of one parameter, not reduced yet; a copy."""
@@ -75,6 +80,13 @@ class Bucket:
             return None
         return parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
 
+    def held(self, index: int) -> Tensor | None:
+        """What `hold` keeps of this rank's gradient of one parameter: itself."""
+        if self._held is None or not self.arrived[index]:
+            return None
+        part, shape = self._parts[index]
+        return self._held[part].view(shape)
+
     def _collect(self, dtype: torch.dtype) -> Tensor:
         """Local gradients as one buffer over the span, with what is held; parameters have none afterwards."""
         span, grads = self.span, take_raw_grads(self.span.params)
@@ -84,10 +96,14 @@ class Bucket:
             grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads
         ]  # no call for each
         buffer, self._held = self._held, None
+        if self._held_bytes:
+            self._account.now["gradients"] -= self._held_bytes
+            self._held_bytes = 0
         if buffer is None:
             purpose = f"gradients of {span.layout.spec.name!r} and its neighbours"
             make = partial(torch.empty, self._numel, dtype=dtype, device=span.device)
             buffer = self._storage.allocate("communication", purpose, self._numel * dtype.itemsize, make)
+            self._moving_bytes += buffer.nbytes
             views = self._views(buffer)
             # The padding has a master, too, and counts in norms.
             buffer[self._used_numel :].zero_()
@@ -117,7 +133,6 @@ class Bucket:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
                 self.arrived = [True]
                 take_raw_grads(span.params)
-                self._account.add("communication", self._bytes)
                 return grad.view(-1)  # no copy: it is the buffer, less the padding
         buffer = self._collect(self.reduce_dtype)
         if buffer.dtype != self.reduce_dtype:
@@ -129,10 +144,13 @@ class Bucket:
     def reduce(self) -> tuple[Inflight, Tensor, Tensor]:
         """Start the reduce. Returns the transfer, this rank's slice of the mean, and the buffer that must live until then."""
         wire, span = self.span.context.wire, self.span
+        self._count_moving(self._moving_bytes + self._fresh_bytes)
         source = self.take_source(wire)
         if wire.size == 1:
+            self._count_moving(source.nbytes)
             return DONE, source, source
         mean = torch.empty(span.local_numel, dtype=span.master_dtype, device=span.device)
+        self._count_moving(source.nbytes + mean.nbytes)
         if span.layout.shards > 1:
             return wire.reduce(source, mean, span.layout.index, span.layout.cuts), mean, source
         return wire.average(source, mean, span.layout.index), mean, source
@@ -140,7 +158,6 @@ class Bucket:
     @torch.no_grad()
     def add(self, mean: Tensor) -> None:
         """Add a reduced gradient of this rank's slice."""
-        self._account.now["communication"] -= self._bytes
         moves = self.tier is Tier.DISK or (self.tier is Tier.HOST and not self._storage.link.is_one_memory)
         if self.grad is None or moves:
             numel = self.span.local_numel
@@ -157,6 +174,26 @@ class Bucket:
             self.grad[: mean.numel()].add_(mean)
         else:
             self.grad = mean
+        self.count_grad()
+        self._count_moving(0)
+
+    # The ledger -------------------------------------------------------------------------------------------------------
+
+    def _count_moving(self, nbytes: int) -> None:
+        account = self._account
+        account.now["communication"] += nbytes - self._moving_bytes
+        self._moving_bytes = nbytes
+        account.look()
+
+    def count_grad(self) -> None:
+        """The ledger has the reduced gradient that is in memory."""
+        held = self.grad if self._home is None else self._home
+        nbytes = held.nbytes if isinstance(held, Tensor) else 0
+        if nbytes != self._grad_bytes:
+            ledger = self._storage.ledger
+            account = ledger.device if self.tier is Tier.DEVICE else ledger.host
+            account.add("gradients", nbytes - self._grad_bytes)
+            self._grad_bytes = nbytes
 
     @property
     def tier(self) -> Tier:
@@ -168,10 +205,7 @@ class Bucket:
         self.land()
         if self._home is None:
             self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
-        if self.factor is not None and self.grad is not None:
-            for start, part in self.parts():
-                self.grad[start : start + part.numel()].copy_(part)
-            self.factor = None
+        self._fold()
         self._arrival = Arrival(self._storage, mean, self._home, adds=self.grad is not None)
         self.grad = self._home
         self._storage.land(self)
@@ -194,19 +228,72 @@ class Bucket:
             self.span.context.note_failure(error)
         self._arrival = None
 
+    @property
+    def is_on_disk(self) -> bool:
+        return isinstance(self.grad, OnDisk)
+
     def parts(self, numel: int = 1 << 20) -> Iterator[tuple[int, Tensor]]:
         """The reduced gradient in parts of memory: first element and values. What is not on disk is one part, itself.
 
         Raises:
             TierError: a part could not be read.
         """
-        grad = self.grad
-        if isinstance(grad, OnDisk):
-            for start in range(0, grad.numel(), numel):
-                part = grad[start : start + numel].read()
-                yield start, part if self.factor is None else part.mul_(self.factor)
-        elif grad is not None:
-            yield 0, grad
+        if isinstance(self.grad, OnDisk):
+            for start in range(0, self.grad.numel(), numel):
+                yield start, self.read(slice(start, start + numel))
+        elif self.grad is not None:
+            yield 0, self.grad
+
+    def _fold(self) -> None:
+        """Multiply a gradient on disk by `factor`."""
+        if self.factor is not None and isinstance(self.grad, OnDisk):
+            for start, part in self.parts():
+                self.grad[start : start + part.numel()].copy_(part)
+        self.factor = None
+
+    def read(self, part: slice) -> Tensor:
+        """Elements of the reduced gradient: itself, or a copy of what is on disk.
+
+        Raises:
+            TierError: they could not be read, on this rank alone.
+        """
+        if isinstance(self.grad, OnDisk):
+            values = self.grad[part].read()
+            return values if self.factor is None else values.mul_(self.factor)
+        if self.grad is None:
+            return torch.zeros(self.span.local_numel, dtype=self.span.master_dtype, device=self.span.device)[part]
+        return self.grad[part]
+
+    @torch.no_grad()
+    def write(self, part: slice, values: Tensor) -> None:
+        """Write elements of the reduced gradient, 1-D. Where there is none, all others are zeros afterwards.
+
+        Raises:
+            TierError: they could not be written, on this rank alone.
+        """
+        self.land()
+        if self.grad is None:
+            numel, dtype = self.span.local_numel, self.span.master_dtype
+            if self.tier is Tier.DEVICE:
+                self.grad = torch.zeros(numel, dtype=dtype, device=self.span.device)
+            else:
+                self._home = self._home or self.span.context.storage_tier(self.tier).empty(numel, dtype)
+                self.grad = self._home.zero_()
+            self.count_grad()
+        self._fold()
+        target = self.grad[part]
+        if not isinstance(target, Tensor) or target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+    def zero(self) -> None:
+        """Gradients that exist become zeros, those of this rank, too."""
+        self.land()
+        if self.grad is not None:
+            self.grad.zero_()
+            self.factor = None
+        waiting = [grad for param in self.span.params if (grad := raw_grad(param)) is not None]
+        for grad in (*waiting, *(() if self._held is None else (self._held,))):
+            grad.zero_()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
@@ -216,22 +303,11 @@ class Bucket:
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
 
-    def clamp(self, limit: float) -> None:
-        """Clamp the reduced gradient to `[-limit, limit]`.
-
-        Raises:
-            TierError: it could not be read or written.
-        """
-        for start, part in self.parts():
-            part.clamp_(-limit, limit)
-            if isinstance(self.grad, OnDisk):
-                self.grad[start : start + part.numel()].copy_(part)
-        self.factor = None
-
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""
         self.land()
         self.grad = self.factor = None
+        self.count_grad()
         self.present = [False] * len(self.present)
         if local:
             self.drop_local()
@@ -240,6 +316,8 @@ class Bucket:
         """Forget gradients that are not reduced."""
         take_raw_grads(self.span.params)
         self._held = None
+        self._account.now["gradients"] -= self._held_bytes
+        self._held_bytes = 0
         self.arrived = [False] * len(self.arrived)
 
 

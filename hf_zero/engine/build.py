@@ -69,7 +69,8 @@ def build_units(
             spans.append(Span(layout, params, context, placements[layout.index]))
         unit = Unit(group.name, index, group.hosts, spans, context)
         context.units.append(unit)
-        unit.release()
+        if context.frees:
+            unit.close()
         for span in spans:
             context.wire.watch.units[span.layout.index] = unit.name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,39 +14,68 @@ from .span import Span
 
 _ROW_NUMEL = 4096
 """Elements whose norm is taken in float32; sums of rows are float64."""
+_PART_NUMEL = 1 << 20
+"""Elements of a gradient on disk that are in memory at a time; whole rows."""
+
+Parts = dict[Span, list[slice]]
+"""By span, elements of this rank's slice, in order. The same spans on every rank."""
 
 
 @torch.no_grad()
-def clip_norm(spans: Sequence[Span], wire: SoloWire, max_norm: float, norm_type: float) -> Tensor:
+def clip_norm(parts: Parts, wire: SoloWire, max_norm: float, order: float) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`; returns the norm before. A collective.
 
     Args:
-        norm_type: order of the norm, `inf` too.
+        order: of the norm, `inf` too.
     """
-    device = spans[0].device if spans else torch.device("cpu")
+    device = next(iter(parts)).device if parts else torch.device("cpu")
 
     def local() -> list[Tensor]:
-        having = [span.bucket for span in spans if span.bucket.grad is not None]
-        return [power_sum([part for _, part in bucket.parts()], norm_type).to(device) for bucket in having]
+        having = [(span, chosen) for span, chosen in parts.items() if span.bucket.grad is not None]
+        return [power_sum(_values(span, chosen), order).to(device) for span, chosen in having]
 
-    sums = read(wire, local, may_fail=any(span.context.storage.uses_disk for span in spans))
-    is_shared = any(span.layout.shards > 1 for span in spans)
-    if math.isinf(norm_type):
-        total = torch.stack(sums).max() if sums else torch.zeros((), dtype=torch.float64, device=device)
-        norm = wire.max_scalar(total) if is_shared else total
+    sums = read(wire, local, may_fail=any(span.context.storage.uses_disk for span in parts))
+    if not sums:
+        total = torch.zeros((), dtype=torch.float64, device=device)
     else:
-        total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-        norm = (wire.sum_scalar(total) if is_shared else total) ** (1.0 / norm_type)
-    if not any(span.master_dtype == torch.float64 for span in spans):
+        total = torch.stack(sums).max() if math.isinf(order) else torch.stack(sums).sum()
+    norm = over_ranks(total, order, wire, is_shared=any(span.layout.shards > 1 for span in parts))
+    if not any(span.master_dtype == torch.float64 for span in parts):
         norm = norm.float()
     if max_norm == float("inf"):
         return norm
     scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     if norm.device.type == "cpu" and float(scale) == 1.0:
         return norm
-    for span in spans:
-        span.bucket.scale(scale)
+
+    def clip() -> None:
+        for span, chosen in parts.items():
+            if len(chosen) == 1 and chosen[0] == slice(0, span.local_numel):
+                span.bucket.scale(scale)
+                continue
+            for part in chosen if span.bucket.grad is not None else ():
+                values = span.bucket.read(part)
+                span.bucket.write(part, values.mul_(scale.to(values.device, values.dtype)))
+
+    read(wire, clip, may_fail=any(span.context.storage.uses_disk for span in parts))
     return norm
+
+
+def over_ranks(powers: Tensor, order: float, wire: SoloWire, *, is_shared: bool) -> Tensor:
+    """Norms, in float64, from each rank's sums of powers (`power_sum`), any shape. One collective.
+
+    Args:
+        is_shared: the ranks have different elements.
+    """
+    among = wire.shard_group or wire  # every replica has all elements
+    if math.isinf(order):
+        if not is_shared:
+            return powers
+        broken = powers.isnan()  # a maximum over ranks may lose it
+        most = among.max_scalar(torch.stack([powers.masked_fill(broken, 0.0), broken.double()]))
+        return most[0].masked_fill(most[1] > 0, math.nan)
+    total = among.sum_scalar(powers) if is_shared else powers
+    return total.sqrt() if order == 2.0 else total ** (1.0 / order)
 
 
 def power_sum(parts: Iterable[Tensor], order: float) -> Tensor:
@@ -64,24 +93,42 @@ def power_sum(parts: Iterable[Tensor], order: float) -> Tensor:
         for part, into in ((values[:whole].view(-1, _ROW_NUMEL), rows), (values[whole:].view(1, -1), rest)):
             if part.numel():
                 into.append(torch.linalg.vector_norm(part, order, dim=1).double().pow(order))
-    if math.isinf(order):
-        return torch.cat(rows).max()
     # Whole rows in one sum: the last bit of a norm follows the order of its sums.
-    sums = [torch.cat(each).sum() for each in (rows, rest) if each]
-    return (
-        sums[0] + sums[1] if len(sums) > 1 else sums[0] if sums else torch.zeros((), dtype=torch.float64, device="cpu")
-    )
+    found = [torch.cat(each) for each in (rows, rest) if each]
+    if not found:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    if math.isinf(order):
+        return found[0].max()
+    return found[0].sum() + found[1].sum() if len(found) > 1 else found[0].sum()
+
+
+def power_sums(parts: Sequence[Tensor], order: float) -> Tensor:
+    """`power_sum` of each of these 1-D tensors, which are on one device: 1-D."""
+    if not parts or parts[0].device.type == "cpu":  # torch's float32 norm on a CPU loses digits with length
+        return torch.stack([power_sum([part], order) for part in parts])
+    norms = torch.stack([part.sum() if not part.numel() else torch.linalg.vector_norm(part, order) for part in parts])
+    return norms.double() if math.isinf(order) else norms.double().pow(order)
 
 
 def _none(values: Tensor) -> Tensor:
     return values.new_zeros(1, dtype=torch.float64)
 
 
-def clip_value(spans: Sequence[Span], wire: SoloWire, limit: float) -> None:
-    """Clamp every gradient to `[-limit, limit]`. A collective where a rank uses a disk."""
+def _values(span: Span, chosen: Iterable[slice]) -> Iterator[Tensor]:
+    for part in chosen:
+        for start in range(part.start, part.stop, _PART_NUMEL) if span.bucket.is_on_disk else (part.start,):
+            stop = min(start + _PART_NUMEL, part.stop) if span.bucket.is_on_disk else part.stop
+            yield span.bucket.read(slice(start, stop))
+
+
+def clip_value(parts: Parts, wire: SoloWire, limit: float) -> None:
+    """Clamp gradients to `[-limit, limit]`. A collective where a rank uses a disk."""
 
     def clamp() -> None:
-        for span in spans:
-            span.bucket.clamp(limit)
+        for span, chosen in parts.items():
+            for part in chosen if span.bucket.grad is not None else ():
+                for start in range(part.start, part.stop, _PART_NUMEL):
+                    piece = slice(start, min(start + _PART_NUMEL, part.stop))
+                    span.bucket.write(piece, span.bucket.read(piece).clamp_(-limit, limit))
 
-    read(wire, clamp, may_fail=any(span.context.storage.uses_disk for span in spans))
+    read(wire, clamp, may_fail=any(span.context.storage.uses_disk for span in parts))

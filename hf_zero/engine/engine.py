@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +14,34 @@ from ..checkpoint.behind import Saves
 from ..checkpoint.save import Saving
 from ..checkpoint.weights import Stateful
 from ..comm.agree import read
-from ..comm.wire import SoloWire
+from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.precision import Precision
-from ..errors import StateError, ZeroError
+from ..errors import ConfigError, LayoutError, StateError, ZeroError
+from ..tiers.tier import Tier
+from . import weighing
 from .bound import Bound
 from .build import give_back
-from .clipping import clip_norm, clip_value
+from .clipping import Parts, clip_norm, clip_value
 from .context import Context
+from .graph import backward_id
 from .host_step import Stepper
+from .observer import Observer
 from .optimizer import Binding
 from .optimizer_dict import unbind
 from .optimizer_state import whole_states
+from .parameter import place_of, set_raw_grad
 from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
 from .saving import load, outline, save
 from .schedule import Schedule
+from .segments import Segment
 from .span import Span
 from .unit import Unit
+from .unsharded import Hold, same_on_all_ranks
 
+Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
 """Where a sharded module keeps its engine."""
 
@@ -54,6 +62,8 @@ class Engine:
         self.schedule = Schedule(context, self._after_sync)
         self.stepper = Stepper(context, bindings, self.schedule) if context.config.offload_optimizer != "none" else None
         self.saves = Saves(self._wire)
+        is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
+        self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -114,25 +124,77 @@ class Engine:
         self._bound.follow_groups()
         self._presence.agree()
 
+    def fit_segments(self, span: Span) -> None:
+        """After a change of `bucket.present`, the same on every rank: optimizers see which parameters have a gradient."""
+        self._presence.fit(span)
+
     def _split(self, span: Span) -> None:
         for binding in self.bindings:
             if span in binding.spans:
                 binding.split(span)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, defer: bool = False) -> Iterator[None]:
         """Let gradients add up on this rank: backwards inside do not communicate them at stages 0 and 1.
+
+        Args:
+            defer: nor at stages 2 and 3, where each rank then has memory for whole local gradients.
 
         Example:
             >>> with engine.no_sync():
             ...     model(first).loss.backward()
             >>> model(second).loss.backward()  # reduces the sum of both
         """
-        before, self.schedule.sync = self.schedule.sync, False
+        schedule = self.schedule
+        before = schedule.sync, schedule.defers
+        schedule.sync, schedule.defers = False, schedule.defers or defer
         try:
             yield
         finally:
-            self.schedule.sync = before
+            schedule.sync, schedule.defers = before
+
+    def total_weight(self, weight: float | Tensor) -> float:
+        """Return the sum of all ranks' `weight`, for `weigh`. Ranks without samples give 0. A collective.
+
+        Raises:
+            ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0.
+        """
+        with self._wire.watch.doing("total_weight()"):
+            return weighing.over_ranks(self._wire, weight)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
+        """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
+
+        Every rank runs as many forwards and backwards. One without samples runs any batch with weight 0.
+
+        Args:
+            loss: the (weighted) mean over this rank's samples, 0-dim.
+            weight: what these samples weigh together: their number, their tokens, or the sum of their weights.
+            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: this is
+                the step's only backward; a collective then.
+
+        Raises:
+            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
+
+        Example:
+            >>> engine.weigh(model(**batch).loss, weight=len(batch["input_ids"])).backward()
+        """
+        problem = weighing.is_loss(loss)
+        if total is None:
+            with self._wire.watch.doing("weigh()"):
+                total = weighing.over_ranks(self._wire, weight, problem)
+        elif problem is not None:
+            raise ConfigError(problem)
+        return weighing.scaled(loss, weight, total, self.world_size)
+
+    @contextmanager
+    def own_buffers(self) -> Iterator[None]:
+        """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
+        before, self.context.keeps_buffers = self.context.keeps_buffers, True
+        try:
+            yield
+        finally:
+            self.context.keeps_buffers = before
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -168,6 +230,10 @@ class Engine:
                     span.publish()
 
             self.schedule.quiesce()
+            if not self.context.frees:  # what this rank's parts of full parameters show is no write of user code
+                for unit in self.units:
+                    for event in self.events.writes_dropped:
+                        event(unit)
             read(self._wire, publish, may_fail=self.context.storage.uses_disk)
         by_unit: dict[Unit, list[Span]] = {}
         chosen = set(map(id, spans))
@@ -196,18 +262,14 @@ class Engine:
         for binding in self.bindings:
             if optimizer is not None and binding.optimizer is not optimizer:
                 continue
-            for group in binding.segments:
+            for group in binding.segments if set_to_none else ():
                 for segment in group:
-                    if set_to_none:
-                        segment.tensor.grad = None
-                    elif segment.tensor.grad is not None:
-                        segment.tensor.grad.zero_()
+                    set_raw_grad(segment.tensor, None)
         for span in self.trained if optimizer is None else self._spans_of(optimizer):
             if set_to_none:
                 span.bucket.clear()
-            elif span.bucket.grad is not None:
-                span.bucket.grad.zero_()
-                span.bucket.drop_local()
+            else:
+                span.bucket.zero()
         for event in self.events.after_zero_grad:
             event()
 
@@ -221,23 +283,57 @@ class Engine:
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> Tensor:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
         Args:
             max_norm: `inf` only measures.
             norm_type: order of the norm; `inf` for the largest magnitude.
+            parameters: of the model, these alone.
 
         Returns:
             The norm before clipping, a scalar tensor, the same on every rank.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
         """
         self._before_clipping("clip_grad_norm_")
-        return clip_norm(self.trained, self._wire, float(max_norm), float(norm_type))
+        return clip_norm(self._parts_to_clip(parameters), self._wire, float(max_norm), float(norm_type))
 
-    def clip_grad_value_(self, clip_value_: float) -> None:
-        """Clamp every gradient element to `[-clip_value_, clip_value_]`."""
+    def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
+
+        Raises:
+            LayoutError: a parameter is not of the sharded model.
+        """
         self._before_clipping("clip_grad_value_")
-        clip_value(self.trained, self._wire, clip_value_)
+        clip_value(self._parts_to_clip(parameters), self._wire, clip_value_)
+
+    def _parts_to_clip(self, parameters: Iterable[nn.Parameter] | None) -> Parts:
+        """By span, which elements of its slice belong to these parameters, or to segments of them."""
+        if parameters is None:
+            return {span: [slice(0, span.local_numel)] for span in self.trained}
+        found: dict[Span, list[slice]] = {span: [] for span in self.trained}
+        wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        segments: dict[Tensor, Segment] = {
+            segment.tensor: segment for span in self.trained for segment in span.segments
+        }
+        for param in wanted:
+            place, segment = place_of(param), segments.get(param)
+            if segment is not None:
+                found[segment.span].append(segment.here)
+            elif place is None or place.unit.context is not self.context:
+                raise LayoutError(
+                    f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with "
+                    "torch.nn.utils"
+                )
+            elif place.span in found and (part := place.span.part_of(place.index)) is not None:
+                found[place.span].append(part.here)
+        if wanted >= {param for span in self.trained for param in span.params}:
+            return self._parts_to_clip(None)
+        return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
 
     def _before_clipping(self, what: str) -> None:
         if self.context.config.step_in_backward and self.stepper is not None:
@@ -247,6 +343,36 @@ class Engine:
             )
         self.schedule.flush()
         self.wait_for_steps()
+        for event in self.events.before_clip:
+            event()
+
+    # Full parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages that this rank has sent."""
+        return self._wire.traffic
+
+    @contextmanager
+    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+        """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`."""
+        context = self.context
+        if context.is_unsharded:  # the outer one decides
+            yield
+            return
+        if backward_id() >= 0:
+            raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
+        self.schedule.quiesce()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        for event in self.events.before_unsharded:
+            event()
+        context.is_unsharded = True
+        try:
+            yield
+            same_on_all_ranks(context)
+        finally:
+            context.is_unsharded = False
+            hold.end(hold.written())
 
     # Values from outside ----------------------------------------------------------------------------------------------
 
@@ -365,6 +491,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
         """
+        self.context.refuse_unsharded("Engine.load")
         self.schedule.quiesce()
         with suppress(ZeroError):  # a step that failed: everything is written again
             self.wait_for_steps()
@@ -395,6 +522,7 @@ class Engine:
         """
         if self.model.__dict__.get(_ENGINE) is not self:
             return
+        self.context.refuse_unsharded("Engine.detach")
         with self._wire.watch.doing("Engine.detach"):
             self.quiesce()
             states = [whole_states(binding, self._wire, everywhere=True) for binding in self.bindings]
@@ -409,8 +537,16 @@ class Engine:
             unbind(binding, state)
         self.bindings = []
 
-    def report(self) -> dict[str, Any]:
-        return {"units": len(self.units)}
+    def observer(self, kind: type[Attached]) -> Attached:
+        """Return the observer of a class.
+
+        Raises:
+            StateError: none is attached.
+        """
+        for each in self.events.observers:
+            if isinstance(each, kind):
+                return each
+        raise StateError(f"no {kind.__name__} observes this engine. Build the engine by zero.shard, which attaches one")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

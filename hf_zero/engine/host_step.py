@@ -9,6 +9,7 @@ Units are updated in the order in which the next forward needs them. `Unit.wait_
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .context import Context
 from .optimizer import Binding
+from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
@@ -57,10 +59,11 @@ class Stepper:
     def __init__(self, context: Context, bindings: Sequence[Binding], schedule: Schedule) -> None:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
-        self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.trained)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step")
+        self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.spans)]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
+        self._is_running = False  # maybe
         self._updated: set[Unit] = set()  # in this step's backward
         self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
         self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
@@ -68,12 +71,17 @@ class Stepper:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
 
+    def _begin_thread(self) -> None:
+        self._storage.meter.stepper_thread = threading.get_ident()
+
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Return when no update runs."""
-        for unit in self._units:
-            unit.wait_for_step()
+        if self._is_running:
+            for unit in self._units:
+                unit.wait_for_step()
+            self._is_running = False
 
     def prepare(self, binding: Binding) -> None:
         """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
@@ -86,7 +94,7 @@ class Stepper:
         for group in binding.segments:
             for segment in group:
                 if segment.span.tier is not Tier.DEVICE:
-                    segment.tensor.grad = None
+                    set_raw_grad(segment.tensor, None)
 
     def begin(self, binding: Binding) -> None:
         """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
@@ -128,6 +136,7 @@ class Stepper:
         for span in unit.trained:
             if span.tier is not Tier.DEVICE:
                 span.bucket.grad = None
+                span.bucket.count_grad()
 
     def _agree_on_present(self, unit: Unit) -> None:
         """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
@@ -151,16 +160,18 @@ class Stepper:
                 bucket = span.bucket
                 if span not in unit.trained or span.tier is Tier.DEVICE:
                     continue
-                has_grad = bucket.grad is not None and any(bucket.present[index] for index in segment.members)
-                if has_grad or binding.moves_all:
+                if segment.has_grad or binding.moves_all:
                     known = dict(binding.state_of(segment))
-                    pieces.append(Piece(segment, number, bucket.grad if has_grad else None, bucket.factor, known))
+                    pieces.append(
+                        Piece(segment, number, bucket.grad if segment.has_grad else None, bucket.factor, known)
+                    )
                     arrivals.append(bucket.land)
         if not pieces:
             return
         unit.wait_for_step()
         step = UnitStep(pieces, twin, binding.optimizer, after, arrivals)
         unit.step = step
+        self._is_running = True
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
                 self._ring.announce(piece)
@@ -248,7 +259,9 @@ class Stepper:
     @staticmethod
     def _keep_state(step: UnitStep, piece: Piece, entries: dict[str, Any]) -> None:
         if entries:
-            step.optimizer.state[piece.segment.tensor].update(entries)
+            dict.setdefault(step.optimizer.state, piece.segment.tensor, {}).update(
+                entries
+            )  # past the guard, which waits
 
     def _update(
         self,

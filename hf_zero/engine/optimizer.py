@@ -20,6 +20,7 @@ from .optimizer_kinds import Kind, moves_without_gradient
 from .optimizer_state import elementwise_of, put_states
 from .optimizer_trials import inner_optimizers
 from .parameter import place_of
+from .segment_states import SegmentStates
 from .segments import Segment, runs_of, split
 from .span import Span
 
@@ -70,6 +71,7 @@ class Binding:
         self.spans: list[Span] = []
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
         self._shown: list[tuple[dict[str, Any], list[int]]] = []
+        self._empty: dict[int, nn.Parameter] = {}
 
     @property
     def group_of(self) -> dict[nn.Parameter, int]:
@@ -78,8 +80,8 @@ class Binding:
     def show_segments(self) -> None:
         """The groups hold what `segments` says."""
         groups = self.optimizer.param_groups
-        for group, mine in zip(groups, self.segments):
-            group["params"] = [segment.tensor for segment in mine]
+        for number, (group, mine) in enumerate(zip(groups, self.segments)):
+            group["params"] = [segment.tensor for segment in mine] or [self.empty_of(number)]
         self._shown = [(group, list(map(id, group["params"]))) for group in groups]
 
     def hide_offloaded(self) -> None:
@@ -113,16 +115,22 @@ class Binding:
                 before.copy_(values.reshape(-1))
                 segment.tensor.data = before.view(segment.tensor.shape)
 
+    def empty_of(self, group: int) -> nn.Parameter:
+        """Return what a group holds of which this rank has no elements: a tensor without any, which takes flags."""
+        if group not in self._empty:
+            self._empty[group] = nn.Parameter(torch.empty(0, device=self._context.device))
+        return self._empty[group]
+
     def state_of(self, segment: Segment) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.state.get(segment.tensor, {})
+        found: dict[str, Any] = dict.get(self.optimizer.state, segment.tensor, {})
         return found
 
     def put_state(self, segment: Segment, entries: dict[str, Any]) -> None:
         """Replace the state of a segment; an empty one is removed."""
         if entries:
-            self.optimizer.state[segment.tensor] = entries
+            dict.__setitem__(self.optimizer.state, segment.tensor, entries)
         else:
-            self.optimizer.state.pop(segment.tensor, None)
+            dict.pop(self.optimizer.state, segment.tensor, None)
 
     def split(self, span: Span) -> None:
         """Split the segments of a span of this optimizer so that in each all parameters have a gradient, or none."""
@@ -146,7 +154,7 @@ class Binding:
         runs = runs_of(segment, key)
         if len(runs) < 2:
             return [segment]
-        pieces = split(segment, runs, self.optimizer.state.pop(segment.tensor, {}))
+        pieces = split(segment, runs, dict.pop(self.optimizer.state, segment.tensor, {}))
         for new, entries in pieces:
             self.put_state(new, entries)
             new.show_grad()
@@ -156,6 +164,11 @@ class Binding:
         return [new for new, _ in pieces]
 
     # Life -------------------------------------------------------------------------------------------------------------
+
+    def guard_state(self, settle: Callable[[], None]) -> None:
+        """Let access to `optimizer.state` wait for `settle`. User code may have assigned another dictionary since."""
+        if not isinstance(self.optimizer.state, SegmentStates):
+            self.optimizer.state = SegmentStates(self.optimizer.state, settle)
 
     def take_state(self) -> None:
         """Give the segments the state that the optimizer has of the model's parameters, if any."""

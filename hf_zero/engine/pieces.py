@@ -156,12 +156,11 @@ class OptimizerPieces:
         out: list[tuple[str, Held]] = []
         for span in self._binding.spans:
             parts = list(span.layout.overlaps(span.rank))
+            states = [saved.get(slot.spec.name) for slot in span.layout.slots]
+            marks = [_mark(each) for each in states]
             for segment in segments_of(self._binding, span):
-                for each in self._binding.divide(
-                    segment, lambda index, span=span: _mark(saved.get(span.name_of(index)))
-                ):  # type: ignore[misc]
-                    one = saved.get(span.name_of(each.members[0]))
-                    out += self._room_of(each, one, list(_in_segment(parts, each)))
+                for each in self._binding.divide(segment, marks.__getitem__):
+                    out += self._room_of(each, states[each.members[0]], list(_in_segment(parts, each)))
         return out
 
     def _room_of(

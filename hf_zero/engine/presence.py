@@ -40,10 +40,23 @@ class Presence:
         late = [unit.has_local_grads if unit.trained else False for unit in units]
         mine = [self._flags(unit) for unit in units]
         changed = [flags != before for flags, before in zip(mine, self._mine)]
+        events = self._context.events
+        told = [tell() for tell in events.tell]
         found = self._context.wire.start_maximum(
-            [*map(int, late), *map(int, changed), self._context.severity], at_end=True
+            [
+                *map(int, late),
+                *map(int, changed),
+                *(value for values in told for value in values),
+                self._context.severity,
+            ],
+            at_end=True,
         )()
         self._context.raise_failures("backward", found.pop())
+        start = 2 * len(units)
+        for hear, values in zip(events.told, told):
+            hear(found[start : start + len(values)])
+            start += len(values)
+        del found[2 * len(units) :]
         if any(found[: len(units)]):
             self._reduce_late([unit for unit, flag in zip(units, found) if flag])
             self._land()
@@ -58,7 +71,7 @@ class Presence:
         for unit, flags in zip(units, self._agreed):
             start = 0
             for span in unit.trained:
-                self._set(span, flags[start : start + len(span.params)])
+                self.set(span, flags[start : start + len(span.params)])
                 start += len(span.params)
 
     def _land(self) -> None:
@@ -80,15 +93,26 @@ class Presence:
                 flags += [old or raw_grad(param) is not None for old, param in zip(arrived, span.params)]
         return flags
 
-    def _set(self, span: Span, present: Flags) -> None:
+    def set(self, span: Span, present: Flags) -> None:
+        """These parameters of a span have a gradient from now on. The same on every rank."""
         bucket = span.bucket
         if bucket.grad is None:
             present = [False] * len(present)
         if present != bucket.present:
             bucket.present = present
-            if not any(present):
-                bucket.grad = None
-            elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
-                self._split(span)
+            self.fit(span)
+        for segment in span.segments:
+            segment.is_cleared = False
+            segment.show_grad()
+
+    def fit(self, span: Span) -> None:
+        """Let every segment of a span have a gradient as a whole, or none."""
+        bucket = span.bucket
+        present = bucket.present
+        if not any(present):
+            bucket.grad = None
+            bucket.count_grad()
+        elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
+            self._split(span)
         for segment in span.segments:
             segment.show_grad()

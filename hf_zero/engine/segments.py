@@ -18,9 +18,33 @@ from torch import Tensor, nn
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.tier import Tier
+from .parameter import raw_grad, set_raw_grad
 
 if TYPE_CHECKING:
     from .span import Span
+
+
+class SegmentTensor(nn.Parameter):
+    """What a group holds, outside of the optimizer's own step, where an observer asked for it: `grad` is an event.
+
+    torch chooses its fast kernels by the exact class of parameters, so within the step they are plain.
+    """
+
+    _zero_segment: Segment
+
+    @property
+    def grad(self) -> Tensor | None:
+        raw = raw_grad(self)
+        for event in self._zero_segment.span.events.segment_grad_read:
+            return event(self._zero_segment, raw)
+        return raw
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        for event in self._zero_segment.span.events.segment_grad_assigned:
+            if event(self._zero_segment, value):
+                return
+        set_raw_grad(self, value)
 
 
 class Segment:
@@ -30,13 +54,18 @@ class Segment:
         members: indices of the parameters that have elements here, in order.
         tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
             master on disk it is NaN and never has a gradient: the optimizer's own step passes over it.
+        is_cleared: user code set its gradient to None since the last backward.
+        trains: one of the parameters requires a gradient. The tensor's flag says so too, until user code sets it.
     """
 
-    __slots__ = ("members", "span", "start", "stop", "tensor")
+    __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor", "trains")
 
     def __init__(self, span: Span, start: int, stop: int, members: Sequence[int]) -> None:
         self.span, self.start, self.stop, self.members = span, start, stop, list(members)
-        self.tensor = nn.Parameter(self._values(), requires_grad=span.trainable)
+        self.is_cleared = False
+        self.tensor: nn.Parameter
+        self.trains: bool
+        self.refill()
 
     @property
     def numel(self) -> int:
@@ -67,6 +96,28 @@ class Segment:
         spec = self.span.layout.slots[self.members[0]].spec
         return torch.Size(spec.shape if self.is_matrix else (self.numel,))
 
+    def report_grad(self, reports: bool) -> None:
+        """Let reads and assignments of the tensor's `grad` be events, or not."""
+        if reports:
+            self.tensor._zero_segment = self  # type: ignore[attr-defined]
+        self.tensor.__class__ = SegmentTensor if reports else nn.Parameter
+
+    @property
+    def has_grad(self) -> bool:
+        """The next step updates its elements."""
+        bucket = self.span.bucket
+        return bucket.grad is not None and not self.is_cleared and any(bucket.present[index] for index in self.members)
+
+    def show_flag(self) -> None:
+        """Give the optimizer's tensor `requires_grad` of its parameters."""
+        self.trains = any(self.span.params[index].requires_grad for index in self.members)
+        self.tensor.requires_grad_(self.trains)
+
+    def refill(self) -> None:
+        """Make the tensor again, of other bounds or members."""
+        self.tensor = nn.Parameter(self._values(), requires_grad=False)
+        self.show_flag()
+
     def rest_on(self, slice_values: Tensor) -> None:
         """The master has other memory now: that of `slice_values`."""
         part = slice_values[self.start : self.stop]
@@ -75,12 +126,11 @@ class Segment:
     def show_grad(self) -> None:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         grad = self.span.bucket.grad
-        present = grad is not None and any(self.span.bucket.present[index] for index in self.members)
         is_hidden = self.span.context.is_stepping and self.span.tier is not Tier.DEVICE
-        if not present or not isinstance(grad, Tensor) or isinstance(self.span.master, OnDisk) or is_hidden:
-            self.tensor.grad = None
+        if not self.has_grad or not isinstance(grad, Tensor) or isinstance(self.span.master, OnDisk) or is_hidden:
+            set_raw_grad(self.tensor, None)
             return
-        self.tensor.grad = grad[self.start : self.stop].view(self.tensor.shape)
+        set_raw_grad(self.tensor, grad[self.start : self.stop].view(self.tensor.shape))
 
 
 def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]:
@@ -102,7 +152,7 @@ def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]
         ):
             last.stop = part.stop
             last.members.append(index)
-            last.tensor = nn.Parameter(last._values(), requires_grad=span.trainable)
+            last.refill()
         else:
             found.append(Segment(span, part.start, part.stop, [index]))
     if found and not found[-1].is_matrix and span.layout.used_numel < span.layout.numel:
@@ -116,7 +166,7 @@ def _take_padding(segment: Segment) -> None:
     low, _ = span.layout.bounds(span.rank)
     if low + segment.stop == span.layout.used_numel:
         segment.stop = span.local_numel
-        segment.tensor = nn.Parameter(segment._values(), requires_grad=span.trainable)
+        segment.refill()
 
 
 def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:

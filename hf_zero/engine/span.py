@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from ..comm.codec import gather_codec
+from ..comm.codec import Codec, gather_codec
 from ..comm.inflight import DONE, Inflight
 from ..core.layout import Extent, Slot
 from ..core.layout import Span as SpanLayout
@@ -30,11 +30,16 @@ from ..tiers.array import OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
-from .parameter import Place, adopt, original_class, raw_data, set_raw_data
+from .parameter import Place, adopt, original_class, set_raw_data
 from .segments import Segment
+from .written import put
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+
+_Buffer = tuple[Tensor, Tensor, list[Tensor], torch.UntypedStorage, Codec | None]
+"""`full`, `local`, `views`, the storage, and the codes in which values are gathered."""
 
 
 class Span:
@@ -46,6 +51,7 @@ class Span:
         placement: the tier of the master and of what gathers read.
 
     Attributes:
+        trainable: one of the parameters requires a gradient.
         segments: contiguous parts of the master that an optimizer updates, in order.
         bucket: this rank's gradients on their way to their owners, and the slice of the mean that this rank owns.
         is_old: `full` does not have the masters' values. The same on every rank.
@@ -65,6 +71,7 @@ class Span:
         self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
         self.segments: list[Segment] = []
         self.is_old = False
+        self._usual: _Buffer | None = None
         self._fill(params)
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
         self._storage = self.full.untyped_storage()
@@ -126,6 +133,13 @@ class Span:
     def kind_of(self, index: int) -> type[nn.Parameter]:
         return original_class(self.params[index])
 
+    def follow_flags(self) -> None:
+        """Take up `requires_grad` of the parameters."""
+        flags = [param.requires_grad for param in self.params]
+        self.trainable = any(flags)
+        for segment in self.segments:
+            segment.show_flag()
+
     # Gather and release -----------------------------------------------------------------------------------------------
 
     @property
@@ -139,7 +153,7 @@ class Span:
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        if not self.stays:
+        if not self.stays and self._usual is None:
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes
@@ -147,6 +161,8 @@ class Span:
     def load_local(self) -> Inflight:
         """Start to fill `local` from the master, or from its copy."""
         source = self.master if self.copy is None else self.copy
+        if self._usual is not None:
+            return self._load_master()
         if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values
             return DONE
         if self.tier is Tier.DEVICE or self.copy_tier is Tier.DEVICE:
@@ -161,7 +177,7 @@ class Span:
         if self.tier is Tier.DEVICE:
             return None
         if self.copy is None:
-            return self.local
+            return self.local if self._usual is None else self._usual[1]
         return None if self.copy is self.master else self.copy
 
     def gather(self) -> Inflight:
@@ -177,10 +193,75 @@ class Span:
 
     def close(self) -> None:
         """Release the memory of `full`."""
-        if not self.stays:
+        if self._usual is not None:
+            self.hide_masters()
+        elif not self.stays:
             self._storage.resize_(0)
             self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
             self._gathered_bytes = 0
+
+    # Masters in another buffer ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show_masters(self, dtype: torch.dtype, purpose: str) -> None:
+        """Point the parameters at another buffer, in `dtype`, which the next gather fills from the masters, without codes.
+
+        The unit is sharded, or the stage keeps full parameters.
+
+        Raises:
+            OutOfMemoryError: the device has no memory for it.
+        """
+        numel = self.layout.numel
+        make = partial(torch.empty, numel, dtype=dtype, device=self.device)
+        full = self.context.storage.allocate("gathered", purpose, numel * dtype.itemsize, make)
+        low, high = self.layout.bounds(self.rank)
+        views = [full[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.layout.slots]
+        self._usual = (self.full, self.local, self.views, self._storage, self.codec)
+        self._use((full, full[low:high], views, full.untyped_storage(), None))
+        if not self.stays:
+            self._gathered_bytes = full.nbytes
+        self.is_old = True
+
+    @torch.no_grad()
+    def hide_masters(self, kept: Sequence[int] = ()) -> None:
+        """Point the parameters at the usual buffer again.
+
+        Args:
+            kept: parameters that were written, by index: where full parameters stay, they are copied there.
+        """
+        if self._usual is None:
+            return
+        views, usual = self.views, self._usual
+        self._usual = None
+        self.context.storage.ledger.device.now["gathered"] -= self.full_bytes
+        if not self.stays:
+            self._gathered_bytes = 0
+        # The buffer is dropped, not resized: graphs that were built meanwhile hold it.
+        self._use(usual)
+        if self.stays:
+            for index in kept:
+                self.views[index].copy_(views[index])
+
+    def _use(self, buffer: _Buffer) -> None:
+        self.full, self.local, self.views, self._storage, self.codec = buffer
+        self.full_bytes = self.full.nbytes
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self.views):
+                set_raw_data(param, view)
+
+    def _load_master(self) -> Inflight:
+        if self.tier is not Tier.DEVICE and self.master_dtype == self.local.dtype:
+            return self.context.storage_tier(self.tier).load(self.master, self.local)
+        self.local.copy_(fetch(self.master))
+        return DONE
+
+    @torch.no_grad()
+    def keep_writes(self) -> None:
+        """Give the master those elements of `local` that are not its own, rounded: user code wrote them."""
+        if not self.is_alias:
+            master = self.values().to(self.device)
+            is_own = master.to(self.local.dtype) == self.local
+            self.write(0, torch.where(is_own, master, self.local.to(master.dtype)))
 
     @property
     def references(self) -> int:
@@ -196,10 +277,11 @@ class Span:
         if old.nbytes():
             new.copy_(old)
         local_is_master = self.is_alias
-        for tensor in (self.full, self.local, *self.views, *map(raw_data, self.params)):
+        for tensor in (self.full, self.local, *self.views):
             tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
-        for param, view in zip(self.params, self.views):
-            set_raw_data(param, view)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self.views):
+                set_raw_data(param, view)
         self._storage = new
         if local_is_master:
             self.master = self.local
@@ -215,12 +297,21 @@ class Span:
             TierError: it could not be read from disk, on this rank alone.
         """
         self.unit.wait_for_step()
+        for event in self.events.master_read:
+            event(self)
         stop = self.local_numel if numel is None else start + numel
         return fetch(self.master[start:stop])
 
     @torch.no_grad()
     def write(self, start: int, values: Tensor) -> None:
         """Write elements of this rank's slice, from `start` on. What is gathered is old afterwards."""
+        for event in self.events.master_read:
+            event(self)
+        self.store(start, values)
+
+    @torch.no_grad()
+    def store(self, start: int, values: Tensor) -> None:
+        """As `write`, where what user code wrote to parameters is in the master already."""
         self.unit.wait_for_step()
         self.master[start : start + values.numel()].copy_(values)
         if self.published is not None:
@@ -249,6 +340,25 @@ class Span:
             whole = cast(OnDisk, self.context.storage_tier(Tier.DISK).empty(self.local_numel, dtype))
             self._states[name] = whole
         return whole
+
+    def put(self, index: int, values: Tensor) -> None:
+        """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
+        if self.unit.state.name == "GATHERING":
+            self.unit.wait()
+        if self.is_readable and self.has_outside_views:
+            self.leave_storage()  # what user code has read keeps its values, and `values` may be a part of it
+        put(self, index, values)
+
+    @property
+    def is_readable(self) -> bool:
+        """`full` has memory."""
+        return self.stays or self._gathered_bytes > 0
+
+    @property
+    def has_outside_views(self) -> bool:
+        """Tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
+        segments = len(self.segments) if self.is_alias else 0
+        return self.references > 3 + 2 * len(self.views) + segments
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""

@@ -1,0 +1,287 @@
+"""Lazy gradients: tensors of true shape without memory, whose elements a `Source` has.
+
+What an operation does with a `DistributedGrad`:
+
+* norms of the whole come from the source, over all ranks;
+* element by element in place (`mul_`, `clamp_`, `copy_`, …), each rank changes the elements that it owns;
+* everything else runs on the values that the source gives, and what was written goes back to the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..errors import StateError
+
+_POINTWISE = frozenset(
+    {
+        "mul_", "div_", "add_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "fill_", "neg_", "nan_to_num_",
+        "copy_", "abs_", "sign_", "sqrt_", "pow_", "addcmul_", "addcdiv_", "lerp_", "masked_fill_", "maximum_", "minimum_",
+    }
+)  # fmt: skip
+"""In-place operations on each element by itself."""
+_ELEMENTWISE = frozenset({"mul", "div", "abs", "neg", "_to_copy", "clone", "add", "sub", "clamp"})
+"""Of a group's gradient, their result has the norm over all ranks, too: `(p.abs() * p.grad).norm()`."""
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+"""What `torch.amp.GradScaler` calls for the gradients of one optimizer."""
+
+
+class Source:
+    """Where the elements of one lazy gradient are."""
+
+    is_alive = True
+    """False: the gradient was cleared, and who kept the lazy gradient may not use it."""
+    is_slice = False
+    """Other ranks have other elements."""
+
+    def values(self) -> Tensor:
+        """The elements, of true shape, to read. Collective for parameters."""
+        raise NotImplementedError
+
+    def write(self, values: Tensor) -> None:
+        """Take elements of true shape."""
+        raise NotImplementedError
+
+    def change(self, run: Callable[[Tensor, Callable[[Tensor], Tensor]], object]) -> None:
+        """`run(elements, part)`: change this rank's elements in place. `part` takes the same elements of another tensor."""
+        values = self.values()
+        run(values, lambda other: other)
+        self.write(values)
+
+    def norm(self, order: float) -> Tensor:
+        """0-dim float64, over all ranks."""
+        raise NotImplementedError
+
+    def overflow(self) -> Tensor:
+        """0-dim: 1 where any rank has a gradient of the same optimizer that is not finite."""
+        raise NotImplementedError
+
+    def derived(self, values: Tensor) -> Source:
+        """Of a slice: where the result of an element-wise operation is."""
+        raise NotImplementedError
+
+
+class DistributedGrad(Tensor):
+    """A tensor of a shape, a dtype and a device, whose elements `source` has, or a view of one (`grad[0]`)."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    source: Source
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    """From the whole to this view."""
+
+    @staticmethod
+    def __new__(
+        cls, source: Source, like: Tensor, device: torch.device, steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    ) -> DistributedGrad:
+        made: DistributedGrad = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        made.source, made.steps = source, steps
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def of(self, whole: Tensor) -> Tensor:
+        for step in self.steps:
+            whole = step(whole)
+        return whole
+
+    def plain(self) -> Tensor:
+        return self.of(self.source.values())
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.shape != self.shape:
+            raise StateError(
+                f"a gradient of shape {tuple(self.shape)} cannot take values of shape {tuple(values.shape)}"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.plain().clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.plain().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DistributedGrad(shape={tuple(self.shape)}, dtype={self.dtype}; clone() on every rank gives the values)"
+
+
+# Operations -------------------------------------------------------------------------------------------------------------
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name: str = func._schema.name.removeprefix("aten::")
+    first: Any = args[0] if args else None
+    if "out" in kwargs:
+        raise StateError(f"{name}(out=...) does not take a sharded gradient. Use its result, or an in-place operation")
+    if name == "_foreach_norm":
+        return [
+            func([each], *args[1:], **kwargs)[0] if not _is_whole(each) else _norm(each, args, kwargs) for each in first
+        ]
+    if name == _UNSCALE:
+        return _unscale(func, *args)
+    if name.startswith("_foreach_"):
+        return _one_by_one(func, args, kwargs) if len(first) > 1 else _write_or_read(func, name, args, kwargs)
+    if isinstance(first, DistributedGrad):
+        if name in ("detach", "alias"):
+            return DistributedGrad(first.source, _like(first), first.device, first.steps)
+        if name in ("linalg_vector_norm", "norm") and _is_whole(first):
+            dims = args[2] if len(args) > 2 else kwargs.get("dim")
+            if not dims or len(dims) == first.dim():
+                norm = _norm(first, args, kwargs)
+                is_kept = args[3] if len(args) > 3 else kwargs.get("keepdim")
+                return norm.reshape((1,) * first.dim()) if is_kept else norm
+        if not func._schema.is_mutable and any(each.alias_info is not None for each in func._schema.returns):
+            return _view(func, first, args[1:], kwargs)
+    return _write_or_read(func, name, args, kwargs)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, DistributedGrad) and not value.steps
+
+
+def _like(grad: Tensor) -> Tensor:
+    return torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device="meta")
+
+
+def _norm(grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    dtype = kwargs.get("dtype") or torch.promote_types(torch.float32, grad.dtype)
+    return grad.source.norm(2.0 if order is None else float(order)).to(grad.device, dtype)
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One gradient at a time is gathered."""
+    count = len(args[0])
+    out: list[Any] = []
+    for at in range(count):
+        one = [[each[at]] if isinstance(each, (list, tuple)) and len(each) == count else each for each in args]
+        out += func(*one, **kwargs) or []
+    return out if func._schema.returns else None
+
+
+def _view(func: Any, grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = func(_like(grad), *args, **kwargs)
+
+    def made(part: Tensor, pick: Callable[[Any], Tensor]) -> Tensor:
+        steps = (*grad.steps, lambda whole: pick(func(whole, *args, **kwargs)))
+        return DistributedGrad(grad.source, part, grad.device, steps)
+
+    if isinstance(out, (tuple, list)):
+        return [made(part, lambda parts, at=at: parts[at]) for at, part in enumerate(out)]  # type: ignore[misc]
+    return made(out, lambda part: part)
+
+
+def _written(func: Any, name: str, args: tuple[Any, ...]) -> list[DistributedGrad]:
+    found: list[Any] = []
+    if name.startswith("c10d::"):  # their schemas do not say what they write
+        found = [args[0]] if name.endswith("_") else []
+    elif func._schema.is_mutable:
+        found = [
+            value
+            for argument, value in zip(func._schema.arguments, args)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    flat: list[Any] = []
+    for value in found:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            flat += each if isinstance(each, (list, tuple)) else (each,)
+    return [each for each in flat if isinstance(each, DistributedGrad)]
+
+
+def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wholes: dict[Source, Tensor] = {}
+
+    def plain(grad: DistributedGrad) -> Tensor:
+        if name.startswith("c10d::") and grad.source.is_slice:
+            raise StateError(
+                f"{name}: a gradient of the optimizer's groups is this rank's slice. Gradients are averaged over the ranks "
+                "already; for a collective of your own use `.grad` of model.parameters()"
+            )
+        if grad.source not in wholes:
+            wholes[grad.source] = grad.source.values()
+        return grad.of(wholes[grad.source])
+
+    written = _written(func, name, args)
+    if written and _changes_elements(func, name, args, kwargs, written):
+        return written[0] if len(func._schema.returns) == 1 else None
+    out = func(*tree_map_only(DistributedGrad, plain, args), **tree_map_only(DistributedGrad, plain, kwargs))
+    if name.startswith("c10d::"):
+        (out[-1] if isinstance(out, tuple) else out).wait()  # what arrives later would be lost
+    for source in dict.fromkeys(grad.source for grad in written):
+        source.write(wholes[source])
+    if written and not name.startswith("c10d::"):
+        return written[0] if len(func._schema.returns) == 1 else None
+    first = args[0] if args else None
+    if name in _ELEMENTWISE and isinstance(out, Tensor):
+        slices = [each.source for each in args if isinstance(each, DistributedGrad) and each.source.is_slice]
+        if slices and out.dim() == 1 and out.is_floating_point():
+            return DistributedGrad(slices[0].derived(out), _like(out), out.device)
+    return out.clone() if isinstance(out, Tensor) and out is first else out
+
+
+def _changes_elements(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DistributedGrad]
+) -> bool:
+    """Run an in-place operation on this rank's elements, if it works on each element by itself."""
+    target = written[0]
+    if len(written) > 1 or name.removeprefix("_foreach_") not in _POINTWISE or not _is_whole(target):
+        return False
+    others: dict[int, Tensor] = {}
+
+    def collect(value: Tensor) -> Tensor:
+        if value is not target:
+            others[id(value)] = value.plain() if isinstance(value, DistributedGrad) else value.detach()
+        return value
+
+    tree_map_only(Tensor, collect, (args, kwargs))
+    if any(each.dim() and each.shape != target.shape for each in others.values()):
+        return False
+
+    def run(elements: Tensor, part: Callable[[Tensor], Tensor]) -> None:
+        def mine(value: Tensor) -> Tensor:
+            if value is target:
+                return elements
+            other = others[id(value)]
+            return part(other) if other.dim() else other
+
+        func(*tree_map_only(Tensor, mine, args), **tree_map_only(Tensor, mine, kwargs))
+
+    target.source.change(run)
+    return True
+
+
+def _unscale(func: Any, grads: list[Tensor], found: Tensor, scale: Tensor) -> None:
+    """Report to a loss scaler what any rank found: else a rank without an infinity would step while another skips."""
+    for grad in grads:
+        if isinstance(grad, DistributedGrad):
+            found.copy_(torch.maximum(found, grad.source.overflow().to(found.device, found.dtype)))
+            values = grad.plain()
+            func([values], found, scale)
+            grad.source.write(values)
+        else:
+            func([grad], found, scale)

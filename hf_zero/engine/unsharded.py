@@ -1,0 +1,133 @@
+"""Full parameters for a while: units that stay gathered, whatever passes do, with values from the masters.
+
+A span's parameters lie in another buffer meanwhile where the usual one is not what user code is to see: it has another dtype
+than the parameters, or codes rounded it. Such a buffer is dropped at the end, never written back by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from ..comm import agree
+from ..config import size_text
+from ..core.precision import dtype_of
+from ..errors import OutOfMemoryError, RankMismatchError
+from ..tiers.fingerprint import digest
+from .context import Context
+from .span import Span
+from .unit import Unit
+
+
+class Hold:
+    """Keeps full parameters of units gathered, from creation to `end`. A collective. Units that are held already are left out.
+
+    Args:
+        what: is done, for errors.
+        exact: parameters are in their own dtype, and not in the one that forwards use.
+        apart: what is written can be dropped: where the stage keeps full parameters, others are shown.
+
+    Raises:
+        OutOfMemoryError: on every rank: the device of one has no memory for it.
+    """
+
+    def __init__(
+        self, context: Context, units: Iterable[Unit], what: str, *, exact: bool = True, apart: bool = False
+    ) -> None:
+        self._context = context
+        self.units = [unit for unit in units if not unit.is_held]
+        self._known: dict[Span, int] = {}
+        if not self.units:  # the same on every rank
+            return
+        wanted: list[tuple[Span, torch.dtype]] = []
+        for unit in self.units:
+            for span in unit.spans:
+                for event in context.events.master_read:
+                    event(span)
+            unit.wait_for_step()
+            unit.release()
+            for span in unit.spans:
+                dtype = dtype_of(span.layout.spec.dtype) if exact else span.compute_dtype
+                if dtype != span.compute_dtype or span.codec is not None or (apart and span.stays):
+                    wanted.append((span, dtype))
+        free = context.free_bytes()
+        try:
+            with agree.on_all_ranks(context.wire, what, kind=OutOfMemoryError):
+                self._check_memory(what, wanted, free)
+                for span, dtype in wanted:
+                    span.show_masters(dtype, what)
+            self._gather({span for span, _ in wanted})
+            context.raise_failures(what)
+        except BaseException:
+            self.end({})
+            raise
+        if not apart:
+            self._known = {span: digest(span.full) for unit in self.units for span in unit.spans}
+
+    def _check_memory(self, what: str, wanted: Sequence[tuple[Span, torch.dtype]], free: int) -> None:
+        needed = sum(span.layout.numel * dtype.itemsize for span, dtype in wanted)
+        others = {span for span, _ in wanted}
+        needed += sum(
+            span.full_bytes for unit in self.units for span in unit.spans if not span.stays and span not in others
+        )
+        if needed > free:
+            raise OutOfMemoryError(
+                f"{what}: full parameters take {size_text(needed)} of {self._context.device}, {size_text(needed - free)} more "
+                "than is free. Pass in_compute_dtype=True under bf16 or fp16, offload optimizer state, or gather some "
+                "parameters by zero.GatheredParameters"
+            )
+
+    def _gather(self, fresh: set[Span]) -> None:
+        for unit in self.units:
+            unit.mark_old([span for span in unit.spans if span in fresh])
+            unit.gather()
+        for unit in self.units:
+            unit.wait()
+            unit.is_held = True
+
+    def written(self) -> dict[Span, Sequence[int]]:
+        """Give the masters what was written to full parameters. Returns the spans, with all their parameters."""
+        found: dict[Span, Sequence[int]] = {}
+        for unit in self.units:
+            for span in unit.spans:
+                if digest(span.full) != self._known[span]:
+                    span.keep_writes()
+                    found[span] = range(len(span.params))
+        return found
+
+    def end(self, kept: Mapping[Span, Sequence[int]]) -> None:
+        """Release the units.
+
+        Args:
+            kept: parameters that were written, by span and index. Their masters have the values.
+        """
+        for unit in self.units:
+            unit.is_held = False
+            if not self._context.frees:
+                for span in unit.spans:
+                    span.hide_masters(kept.get(span, ()))
+            # What was written is in the masters, or is to be forgotten: no release may find it once more.
+            for event in self._context.events.writes_dropped:
+                event(unit)
+            unit.release()
+            for span in unit.spans:
+                span.hide_masters()  # of a unit that could not be gathered
+
+
+def same_on_all_ranks(context: Context) -> None:
+    """Compare full parameters over the ranks. A collective.
+
+    Raises:
+        RankMismatchError: ranks have different ones; on every rank, names the first.
+    """
+    spans = [span for unit in context.units for span in unit.spans]
+    everyone = context.wire.exchange([digest(span.full[: span.layout.used_numel]) for span in spans])
+    for rank, found in enumerate(everyone):
+        for span, theirs, first in zip(spans, found, everyone[0]):
+            if theirs != first:
+                raise RankMismatchError(
+                    f"the parameters of the span of {span.name_of(0)!r} were written inside zero.unsharded with other values "
+                    f"on rank {rank} than on rank 0. Make the same edit on every rank, or edit inside "
+                    "zero.GatheredParameters(params, modifier_rank=0)"
+                )

@@ -1,0 +1,85 @@
+"""Values that user code writes to parameters, carried into the master weights.
+
+Elements that differ from what was shown go into the master. All others keep the digits that the compute dtype does not have.
+Every rank carries its own slice, so user code makes the same edit on every rank. Nothing is communicated.
+
+A codec's rounding is coarser than many an edit. An element that changes by less than half the distance between two codes moves
+its master by as much; one that changes more sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..comm.codec import BLOCK_NUMEL
+from ..errors import ZeroError
+from ..tiers.array import fetch
+
+if TYPE_CHECKING:
+    from .span import Span
+
+
+@torch.no_grad()
+def put(span: Span, index: int, values: Tensor) -> None:
+    """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
+    if not span.is_alias:
+        _carry(span, index, values.detach().reshape(-1), shown_by_codec(span))
+    if span.is_readable:
+        span.view(index).copy_(values)
+
+
+@torch.no_grad()
+def keep(span: Span, indices: Iterable[int], shown: Tensor | None = None) -> None:
+    """Carry what was written in place to these parameters, which are readable, into the master.
+
+    Args:
+        shown: what `local` showed before, where that was not the master in the compute dtype.
+    """
+    if span.is_alias:
+        return
+    shown = shown_by_codec(span) if shown is None else shown
+    for index in indices:
+        _carry(span, index, span.view(index).reshape(-1), shown)
+
+
+def shown_by_codec(span: Span) -> Tensor | None:
+    """What a gather leaves in `local`, where that is not the master in the compute dtype; else None."""
+    if span.codec is None:
+        return None
+    span.unit.wait_for_step()
+    return span.codec.rounded(fetch(span.master).to(span.device, span.compute_dtype))
+
+
+def _carry(span: Span, index: int, values: Tensor, shown: Tensor | None) -> None:
+    part = span.part_of(index)
+    if part is None:
+        return
+    try:
+        span.unit.wait_for_step()
+        master = fetch(span.master[part.start : part.stop])
+        new = values[part.there].to(master.device)
+        result = torch.where(new == master.to(new.dtype), master, new.to(master.dtype))
+        if shown is not None:
+            result = _moved(span, shown, part.start, new, master, result)
+        span.store(part.start, result)
+    except ZeroError as error:  # the disk of this rank alone
+        span.context.note_failure(error)
+
+
+def _moved(span: Span, shown: Tensor, start: int, new: Tensor, master: Tensor, result: Tensor) -> Tensor:
+    """`result`, but for elements that were written by less than a rounding: these are moved."""
+    if span.codec is None:
+        return result
+    stop, first = start + new.numel(), start // BLOCK_NUMEL * BLOCK_NUMEL
+    last = -(-stop // BLOCK_NUMEL) * BLOCK_NUMEL
+    distance = span.codec.step(shown[first:last])[start - first : stop - first].to(master.device, master.dtype)
+    before = shown[start:stop].to(master.device, master.dtype)
+    change = new.to(master.dtype) - before
+    # One value that is not finite makes all of its block NaN: such elements were not written.
+    is_same = (change.abs() < distance / 2) | (new.isnan() & before.isnan())
+    moved = torch.where(is_same, torch.where(change.isnan(), master, master + change), result)
+    return torch.where(new == master.to(new.dtype), master, moved)
