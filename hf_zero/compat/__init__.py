@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from ..engine.observer import Observer
 from .buffers import Buffers
+from .compiling import Compiling
+from .copies import Copies
+from .generation import Generation
 from .gradients import Gradients
+from .methods import Methods
 from .preemption import Preemptions
 from .state_dicts import StateDicts
 from .writes import Writes
@@ -17,7 +21,11 @@ def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
     return [
         Buffers(),
+        Compiling(),
+        Copies(),
+        Generation(),
         Gradients(),
+        Methods(),
         Preemptions(),
         StateDicts(),
         Writes(),

@@ -91,7 +91,7 @@ class _Guard(TorchDispatchMode):
     """Refuses operations that write to the memory of these entries, however they are called."""
 
     def __init__(self, name: str, entries: Sequence[Entry]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name, self._entries = name, entries
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

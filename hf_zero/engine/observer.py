@@ -55,8 +55,8 @@ class Observer:
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
-    Access to a parameter from outside the engine:
         `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
+    Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
@@ -64,6 +64,9 @@ class Observer:
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
+
+    def check(self, model: Any) -> None:
+        """Called before anything has changed. Raises a named error for a model that the observer cannot follow."""
 
     def attach(self, engine: Any) -> None:
         """Called once, when all units are built and before the first event."""

@@ -82,6 +82,8 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         if any(place_of(param) is not None for param in model.parameters()):
             raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        for observer in observers:
+            observer.check(model)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
