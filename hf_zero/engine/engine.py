@@ -321,6 +321,8 @@ class Engine:
             segment.tensor: segment for span in self.trained for segment in span.segments
         }
         for param in wanted:
+            if not param.numel():
+                continue  # a rank has such a tensor for a group of which it has no elements
             place, segment = place_of(param), segments.get(param)
             if segment is not None:
                 found[segment.span].append(segment.here)

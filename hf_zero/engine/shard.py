@@ -105,6 +105,7 @@ def shard(
     events = Events(observers)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
+    context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
