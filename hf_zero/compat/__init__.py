@@ -9,17 +9,23 @@ from ..engine.observer import Observer
 from .buffers import Buffers
 from .compiling import Compiling
 from .copies import Copies
+from .freezing import Freezing
 from .generation import Generation
 from .gradients import Gradients
 from .methods import Methods
+from .on_demand import OnDemand
 from .preemption import Preemptions
 from .state_dicts import StateDicts
+from .transforms import Transforms
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
     return [
+        Transforms(),
+        OnDemand(),
+        Freezing(),
         Buffers(),
         Compiling(),
         Copies(),

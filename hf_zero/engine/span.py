@@ -30,7 +30,7 @@ from ..tiers.array import OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
-from .parameter import Place, adopt, original_class, raw_data, set_raw_data
+from .parameter import Place, adopt, original_class, set_raw_data
 from .segments import Segment
 from .written import put
 
@@ -51,6 +51,7 @@ class Span:
         placement: the tier of the master and of what gathers read.
 
     Attributes:
+        trainable: one of the parameters requires a gradient.
         segments: contiguous parts of the master that an optimizer updates, in order.
         bucket: this rank's gradients on their way to their owners, and the slice of the mean that this rank owns.
         is_old: `full` does not have the masters' values. The same on every rank.
@@ -131,6 +132,13 @@ class Span:
 
     def kind_of(self, index: int) -> type[nn.Parameter]:
         return original_class(self.params[index])
+
+    def follow_flags(self) -> None:
+        """Take up `requires_grad` of the parameters."""
+        flags = [param.requires_grad for param in self.params]
+        self.trainable = any(flags)
+        for segment in self.segments:
+            segment.show_flag()
 
     # Gather and release -----------------------------------------------------------------------------------------------
 
@@ -269,10 +277,11 @@ class Span:
         if old.nbytes():
             new.copy_(old)
         local_is_master = self.is_alias
-        for tensor in (self.full, self.local, *self.views, *map(raw_data, self.params)):
+        for tensor in (self.full, self.local, *self.views):
             tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
-        for param, view in zip(self.params, self.views):
-            set_raw_data(param, view)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self.views):
+                set_raw_data(param, view)
         self._storage = new
         if local_is_master:
             self.master = self.local
