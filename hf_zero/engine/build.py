@@ -21,9 +21,15 @@ from .unit import Unit
 
 
 def specs_of(drafter: Drafter, originals: Sequence[Groups]) -> list[list[ParamSpec]]:
-    """By unit, what the layout must know of each parameter. Which group it is in does not matter to the layout."""
-    updated = {param: 0 for groups in originals for params in groups for param in params}
-    return drafter.specs(updated)
+    """By unit, what the layout must know of each parameter.
+
+    Which group it is in does not matter to the layout. Parameters of several optimizers are in spans of their own: one
+    optimizer's gradients are cleared and updated without another's.
+    """
+    optimizer_of = {
+        param: number for number, groups in enumerate(originals) for params in groups for param in params
+    }
+    return drafter.specs(dict.fromkeys(optimizer_of, 0), optimizer_of=optimizer_of)
 
 
 def build_units(
