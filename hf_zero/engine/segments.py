@@ -83,7 +83,7 @@ class Segment:
     def _values(self) -> Tensor:
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
-            return torch.full((1,), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
+            return torch.full((), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
         return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
 
     @property
