@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..engine.observer import Observer
 from .buffers import Buffers
+from .copies import Copies
 from .freezing import Freezing
 from .gradients import Gradients
 from .on_demand import OnDemand
@@ -27,4 +28,5 @@ def observers() -> list[Observer]:
         Preemptions(),
         StateDicts(),
         Writes(),
+        Copies(),
     ]

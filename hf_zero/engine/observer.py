@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 EVENTS = (
     "before_forward",
     "after_forward",
@@ -38,6 +40,7 @@ EVENTS = (
     "segment_grad_read",
     "segment_grad_assigned",
     "requires_grad_set",
+    "param_copied",
 )
 """Methods that an `Observer` may have."""
 
@@ -66,6 +69,7 @@ class Observer:
             forwards. It gathers the units, and returns the value of `run()`, which calls the function.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `requires_grad_set(param)`: user code froze it, or lets it train again.
+        `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
@@ -114,3 +118,4 @@ class Events:
     segment_grad_read: list[Callable[..., Any]]
     segment_grad_assigned: list[Callable[..., bool]]
     requires_grad_set: list[Callable[..., None]]
+    param_copied: list[Callable[..., Tensor]]

@@ -113,6 +113,24 @@ class ShardedParameter(nn.Parameter):
         self._set_requires_grad(requires_grad)
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy as a plain parameter with full values. A collective where ranks share the values out."""
+        if id(self) not in memo:
+            copied = self._zero_place.span.events.param_copied
+            values = copied[0](self) if copied else self.detach().clone()
+            memo[id(self)] = original_class(self)(values, requires_grad=self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._zero_place
+        if not place.unit.is_shown:
+            raise StateError(
+                f"parameter {place.span.name_of(place.index)!r} was pickled, and its values are sharded over the ranks. Pickle "
+                "copy.deepcopy(param), made on every rank, or do it inside zero.GatheredParameters"
+            )
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
 
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
