@@ -12,6 +12,7 @@ from .freezing import Freezing
 from .gradients import Gradients
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
 from .writes import Writes
@@ -22,6 +23,7 @@ def observers() -> list[Observer]:
     return [
         Transforms(),
         OnDemand(),
+        SavedTensors(),
         Freezing(),
         Buffers(),
         Gradients(),

@@ -22,6 +22,8 @@ EVENTS = (
     "after_zero_grad",
     "tell",
     "told",
+    "use_begun",
+    "use_ended",
     "before_gather",
     "unit_unsharded",
     "unit_resharded",
@@ -57,6 +59,7 @@ class Observer:
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
+        `use_begun(unit)`, `use_ended(unit)`: around code that builds a graph over parameters that are released afterwards.
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
@@ -100,6 +103,8 @@ class Events:
     after_zero_grad: list[Callable[[], None]]
     tell: list[Callable[[], list[int]]]
     told: list[Callable[[list[int]], None]]
+    use_begun: list[Callable[..., None]]
+    use_ended: list[Callable[..., None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]
     unit_resharded: list[Callable[..., None]]

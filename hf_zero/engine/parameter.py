@@ -32,7 +32,7 @@ _METADATA = frozenset(
     {
         "size", "dim", "numel", "ndimension", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
-        "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
+        "storage_offset", "__hash__", "__len__", "is_signed", "get_device", "is_shared",
         "is_same_size", "is_conj", "is_neg", "dim_order", "has_names", "is_pinned", "retain_grad", "__dir__", "is_tensor",
         "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
         "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "can_cast", "promote_types", "result_type",
