@@ -15,6 +15,7 @@ from .gradients import Gradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
 from .writes import Writes
@@ -25,6 +26,7 @@ def observers() -> list[Observer]:
     return [
         Transforms(),
         OnDemand(),
+        SavedTensors(),
         Freezing(),
         Buffers(),
         Compiling(),
@@ -35,4 +37,5 @@ def observers() -> list[Observer]:
         Preemptions(),
         StateDicts(),
         Writes(),
+        Copies(),
     ]

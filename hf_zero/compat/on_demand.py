@@ -46,7 +46,7 @@ class OnDemand(Observer):
 
     def sharded_read(self, units: Sequence[Unit], func: Any, run: Callable[[], Any]) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name == "__repr__":  # debuggers print on one rank alone
+        if name in ("__repr__", "__format__"):  # debuggers print on one rank alone
             return f"Parameter(values of unit {units[0].name!r} are sharded over the ranks)"
         if backward_id() < 0:
             self._drop_unused(units)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 EVENTS = (
     "before_forward",
     "after_forward",
@@ -21,6 +23,8 @@ EVENTS = (
     "after_zero_grad",
     "tell",
     "told",
+    "use_begun",
+    "use_ended",
     "before_gather",
     "unit_unsharded",
     "unit_resharded",
@@ -39,6 +43,7 @@ EVENTS = (
     "segment_grad_read",
     "segment_grad_assigned",
     "requires_grad_set",
+    "param_copied",
 )
 """Methods that an `Observer` may have."""
 
@@ -56,6 +61,7 @@ class Observer:
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
+        `use_begun(unit)`, `use_ended(unit)`: around code that builds a graph over parameters that are released afterwards.
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
@@ -68,6 +74,7 @@ class Observer:
             forwards. It gathers the units, and returns the value of `run()`, which calls the function.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `requires_grad_set(param)`: user code froze it, or lets it train again.
+        `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
@@ -102,6 +109,8 @@ class Events:
     after_zero_grad: list[Callable[[], None]]
     tell: list[Callable[[], list[int]]]
     told: list[Callable[[list[int]], None]]
+    use_begun: list[Callable[..., None]]
+    use_ended: list[Callable[..., None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]
     unit_resharded: list[Callable[..., None]]
@@ -120,3 +129,4 @@ class Events:
     segment_grad_read: list[Callable[..., Any]]
     segment_grad_assigned: list[Callable[..., bool]]
     requires_grad_set: list[Callable[..., None]]
+    param_copied: list[Callable[..., Tensor]]
