@@ -8,9 +8,10 @@ from __future__ import annotations
 from ..engine.observer import Observer
 from .gradients import Gradients
 from .on_demand import OnDemand
+from .replaced import Replaced
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [OnDemand(), Gradients(), Writes()]
+    return [OnDemand(), Gradients(), Writes(), Replaced()]
