@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _DATA: Any = torch._C.TensorBase.data
 _GRAD: Any = torch._C.TensorBase.grad
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 _METADATA = frozenset(
     {
@@ -92,6 +93,20 @@ class ShardedParameter(nn.Parameter):
             if event(self, value):
                 return
         set_raw_grad(self, value)
+
+    def _set_requires_grad(self, trains: bool) -> None:
+        was = _REQUIRES_GRAD.__get__(self)
+        _REQUIRES_GRAD.__set__(self, trains)
+        if trains != was:
+            for event in self._zero_place.span.events.requires_grad_set:
+                event(self)
+
+    # The C++ getter: a read costs what it costs for `nn.Parameter`.
+    requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self._set_requires_grad(requires_grad)
+        return self
 
 
 @cache

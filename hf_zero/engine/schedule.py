@@ -29,10 +29,10 @@ from .parameter import set_raw_grad
 from .tape import Tape, Token, Use
 from .unit import State, Unit
 
-_REDUCES_AHEAD = 1
-"""Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 Calls = list[tuple[Use | None, int]]
 """Uses of one unit that are open, the innermost last, each with the first sequence number of its graph."""
+_REDUCES_AHEAD = 1
+"""Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
 
 class Schedule:
@@ -148,6 +148,8 @@ class Schedule:
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
             self.recover()
             self.context.check()
+            for event in self.events.before_part:
+                event(unit)
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
@@ -226,6 +228,11 @@ class Schedule:
         each = self.context.policy.reduce_each_backward and not self.defers
         return self.sync or each or self._wire.size == 1
 
+    @property
+    def holds_gradients(self) -> bool:
+        """This rank has gradients of earlier backwards that are not reduced."""
+        return self._needs_flush
+
     def begin(self) -> None:
         """The first hook of a backward."""
         if self.in_backward:
@@ -244,10 +251,18 @@ class Schedule:
         """Agree on what this backward may reach."""
         self._walked, self._entered, self._to_reduce = 0, [], deque()
         self._answer = None
+        if self.frees or self.sends:
+            answer = self.tape.start_agreement(
+                self._wire,
+                self.units,
+                each_use=self.frees,
+                mark=self.context.flags_mark,
+                refuse=self.context.refuse_other_flags,
+            )
         if self.frees:
-            self._to_reduce.extend(self.tape.start_agreement(self._wire, self.units, each_use=True)())
+            self._to_reduce.extend(answer())
         elif self.sends:
-            self._answer = self.tape.start_agreement(self._wire, self.units, each_use=False)
+            self._answer = answer
         else:
             self.tape.list_reachable()
         listed = [use for use in self.tape.uses if use.is_listed]

@@ -41,6 +41,7 @@ class Unit:
         name: of the module that hosts it, or of its first parameter.
         hosts: modules whose forward uses it.
         index: its number among the model's units.
+        trained: spans whose gradients are reduced.
         step: an update of its offloaded spans by another thread; None if there is none.
         is_held: full parameters stay gathered, whatever passes do: `release` does nothing.
         is_apart: what user code writes to full parameters is not carried into the masters.
@@ -174,6 +175,23 @@ class Unit:
         self.context.step_wait_s += time.perf_counter() - started
         if error is not None:
             self.context.note_failure(error, half_done=True)
+
+    def follow_flags(self, *, keeps: bool) -> bool:
+        """Take up `requires_grad` of the parameters. The same on every rank.
+
+        Args:
+            keeps: ranks have gradients that are not reduced: what trained goes on to be reduced.
+
+        Returns:
+            Whether a span without parameters that train still has gradients. It is reduced with the others until it has none.
+        """
+        before = self.trained
+        self.trained = []
+        for span in self.spans:
+            span.follow_flags()
+            if span.trainable or span.bucket.grad is not None or (keeps and span in before):
+                self.trained.append(span)
+        return not all(span.trainable for span in self.trained)
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
