@@ -15,6 +15,7 @@ from .gradients import Gradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
@@ -37,5 +38,5 @@ def observers() -> list[Observer]:
         Preemptions(),
         StateDicts(),
         Writes(),
-        Copies(),
+        Replaced(),
     ]

@@ -13,6 +13,7 @@ or step raises then, for the view would be old.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ _ADDRESSES = frozenset(
     {"data_ptr", "storage", "untyped_storage", "numpy", "__array__", "__dlpack__", "__cuda_array_interface__"}
 )
 """Functions whose result refers to the memory and is no tensor."""
+
+_COLLECTIVE_S = 0.5
+"""User code's own collectives (`dist.broadcast(p.data, 0)`) drop their tensors some time after they have ended."""
 
 
 class OnDemand(Observer):
@@ -94,7 +98,11 @@ class OnDemand(Observer):
         self._end_views()
 
     def _end_views(self) -> None:
-        held = [unit for unit in self._viewed if unit.state is State.GATHERED and self._is_held(unit)]
+        viewed = [unit for unit in self._viewed if unit.state is State.GATHERED]
+        deadline = time.monotonic() + _COLLECTIVE_S
+        while any(map(self._is_held, viewed)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        held = [unit for unit in viewed if self._is_held(unit)]
         for unit in [*self._viewed]:
             self._schedule.release(unit)
         for unit in held:

@@ -76,11 +76,6 @@ class ShardedParameter(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         place = self._zero_place
-        if values.shape != self.shape:
-            raise StateError(
-                f"{place.span.name_of(place.index)!r} was assigned values of shape {tuple(values.shape)}, and has shape "
-                f"{tuple(self.shape)}. A sharded parameter keeps its shape: detach() the engine first"
-            )
         place.span.put(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
