@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..engine.observer import Observer
 from .freezing import Freezing
 from .gradients import Gradients
+from .group_gradients import GroupGradients
 from .preemption import Preemptions
 from .writes import Writes
 
@@ -17,6 +18,7 @@ def observers() -> list[Observer]:
     return [
         Freezing(),
         Gradients(),
+        GroupGradients(),
         Preemptions(),
         Writes(),
     ]

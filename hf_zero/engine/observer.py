@@ -14,7 +14,8 @@ EVENTS = (
     "before_part",
     "before_backward",
     "after_backward",
-    "before_clip",
+    "before_gradients",
+    "gradients_written",
     "before_step",
     "after_step",
     "after_zero_grad",
@@ -48,7 +49,8 @@ class Observer:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
-        `before_clip()`: the engine is about to measure, or clip, reduced gradients.
+        `before_gradients()`: reduced gradients are about to be used outside a step.
+        `gradients_written(span)`: they have other values now.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
@@ -87,7 +89,8 @@ class Events:
     before_part: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
-    before_clip: list[Callable[[], None]]
+    before_gradients: list[Callable[[], None]]
+    gradients_written: list[Callable[..., None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
