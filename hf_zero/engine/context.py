@@ -41,6 +41,7 @@ class Context:
         has_updated: with `step_in_backward`, units were updated since the last step.
         step_wait_s: how long training has waited for updates by the other thread.
         is_unsharded: inside `Engine.unsharded`.
+        keeps_buffers: inside `Engine.own_buffers`.
     """
 
     model: nn.Module
@@ -61,6 +62,7 @@ class Context:
     has_updated: bool = False
     step_wait_s: float = 0.0
     is_unsharded: bool = False
+    keeps_buffers: bool = False
     _noted: ZeroError | None = None
     _severity: int = 0
 

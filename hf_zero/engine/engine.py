@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,14 +20,15 @@ from ..core.precision import Precision
 from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.tier import Tier
 from . import weighing
+from .bound import Bound
 from .build import give_back
 from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
 from .graph import backward_id
 from .host_step import Stepper
 from .observer import Observer
-from .optimizer import Binding, StepWrapper
-from .optimizer_dict import load_state_dict, state_dict, unbind
+from .optimizer import Binding
+from .optimizer_dict import unbind
 from .optimizer_state import whole_states
 from .parameter import set_raw_grad
 from .pieces import OptimizerPieces
@@ -70,8 +70,8 @@ class Engine:
             cast = {param for span in spans for param in span.params}
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
-        for binding in bindings:
-            self._take_methods(binding)
+        self._bound = Bound(self, bindings)
+        self._undo.append(self._bound.detach)
         for observer in context.events.observers:
             observer.attach(self)
             self._undo.append(observer.detach)
@@ -117,23 +117,10 @@ class Engine:
     def trained(self) -> list[Span]:
         return [span for unit in self.units for span in unit.trained]
 
-    def _take_methods(self, binding: Binding) -> None:
-        optimizer = binding.optimizer
-        binding.guard_state(self.wait_for_steps)
-        self._undo.append(StepWrapper(binding, self._before_step, self._after_step, self._step_failed).remove)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            self.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer.state_dict = partial(self._optimizer_state_dict, binding)  # type: ignore[method-assign]
-        optimizer.load_state_dict = partial(self._load_optimizer_state_dict, binding)  # type: ignore[method-assign]
-        for name in ("zero_grad", "state_dict", "load_state_dict"):
-            self._undo.append(partial(optimizer.__dict__.pop, name, None))
-
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def _after_sync(self) -> None:
+        self._bound.follow_groups()
         self._presence.agree()
 
     def fit_segments(self, span: Span) -> None:
@@ -199,41 +186,30 @@ class Engine:
             raise ConfigError(problem)
         return weighing.scaled(loss, weight, total, self.world_size)
 
+    @contextmanager
+    def own_buffers(self) -> Iterator[None]:
+        """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
+        before, self.context.keeps_buffers = self.context.keeps_buffers, True
+        try:
+            yield
+        finally:
+            self.context.keeps_buffers = before
+
     # Step -------------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, binding: Binding) -> None:
-        if self.schedule.in_backward:
-            self.schedule.recover()
-        if self.schedule.in_backward:
-            raise StateError(
-                "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
-            )
-        self.context.check()
-        self.context.refuse_unsharded("optimizer.step()")
-        self._wire.watch.phase = "optimizer.step()"
-        binding.guard_state(self.wait_for_steps)
-        self.schedule.flush()
-        if self.schedule.lost is not None:
-            raise StateError(f"optimizer.step(): {self.schedule.lost}. Call zero_grad() and repeat the step")
-        for event in self.events.before_step:
-            event(binding.optimizer)
-        self.schedule.quiesce()
-        if self.stepper is not None:
-            self.stepper.prepare(binding)
+    def bind(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        """Bind an optimizer, or optimizers, over the model's parameters. A collective.
 
-    def _after_step(self, binding: Binding) -> None:
-        if self.stepper is not None:
-            self.stepper.begin(binding)
-        self.refresh(binding.spans)
-        if not self.context.frees:
-            self.context.raise_failures("optimizer.step()")
-        self._wire.watch.step += 1
-        self.schedule.stepped()
-        for event in self.events.after_step:
-            event(binding.optimizer)
+        Args:
+            optimizer: one joins those that are bound, in the place of those that have one of its parameters. A list takes the
+                place of all. Optimizers that were bound keep their state.
 
-    def _step_failed(self, binding: Binding, reason: str) -> None:
-        self.context.failure = reason
+        Raises:
+            LayoutError: parameters that it cannot have.
+            UnsupportedOptimizerError: it cannot step over a sharded model.
+            RankMismatchError: other ranks bind other optimizers.
+        """
+        self._bound.bind(optimizer)
 
     @torch.no_grad()
     def refresh(self, spans: Sequence[Span] | None = None) -> None:
@@ -375,6 +351,8 @@ class Engine:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        for event in self.events.before_unsharded:
+            event()
         context.is_unsharded = True
         try:
             yield
@@ -430,7 +408,8 @@ class Engine:
         Raises:
             StateError: the engine does not have this optimizer.
         """
-        binding = self._binding_of(optimizer)
+        self._bound.follow_groups()
+        binding = self._bound.get(optimizer)
         groups = zip(optimizer.param_groups, binding.originals)
         names = self.context.names
         named = [{**group, "params": [names[param][0] for param in params]} for group, params in groups]
@@ -439,22 +418,6 @@ class Engine:
     def group_options(self) -> list[dict[str, Any]]:
         """Return the groups of all optimizers: their options, and under `params` the parameters' names."""
         return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
-
-    def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
-        for binding in self.bindings:
-            if binding.optimizer is optimizer:
-                return binding
-        raise StateError(
-            f"this {type(optimizer).__name__} is not an optimizer of the engine. Call engine.bind(optimizer)"
-        )
-
-    def _optimizer_state_dict(self, binding: Binding) -> dict[str, Any]:
-        self.finish_step()
-        return state_dict(binding, self._wire)
-
-    def _load_optimizer_state_dict(self, binding: Binding, state: Mapping[str, Any]) -> None:
-        self.finish_step()
-        load_state_dict(binding, self._wire, state)
 
     # Files ------------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ EVENTS = (
     "gradients_written",
     "before_step",
     "after_step",
+    "step_paused",
     "after_zero_grad",
     "tell",
     "told",
@@ -30,6 +31,7 @@ EVENTS = (
     "after_load",
     "writes_dropped",
     "master_read",
+    "before_unsharded",
     "sharded_read",
     "data_read",
     "data_assigned",
@@ -52,6 +54,7 @@ class Observer:
         `before_gradients()`: reduced gradients are about to be used outside a step.
         `gradients_written(span)`: they have other values now.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
@@ -60,9 +63,11 @@ class Observer:
     Checkpoints:
         `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
     Access to a parameter from outside the engine:
+        `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
-        `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
+        `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
+            forwards. It gathers the units, and returns the value of `run()`, which calls the function.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `requires_grad_set(param)`: user code froze it, or lets it train again.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
@@ -93,6 +98,7 @@ class Events:
     gradients_written: list[Callable[..., None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
+    step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
     tell: list[Callable[[], list[int]]]
     told: list[Callable[[list[int]], None]]
@@ -105,7 +111,8 @@ class Events:
     after_load: list[Callable[[], None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
-    sharded_read: list[Callable[..., None]]
+    before_unsharded: list[Callable[[], None]]
+    sharded_read: list[Callable[..., Any]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]

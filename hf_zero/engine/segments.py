@@ -87,6 +87,11 @@ class Segment:
         return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
 
     @property
+    def memory(self) -> Tensor | None:
+        """The elements of the master, 1-D; None on disk."""
+        return None if isinstance(self.span.master, OnDisk) else self.span.master[self.here]
+
+    @property
     def shape(self) -> torch.Size:
         spec = self.span.layout.slots[self.members[0]].spec
         return torch.Size(spec.shape if self.is_matrix else (self.numel,))

@@ -30,7 +30,7 @@ from ..tiers.array import OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
-from .parameter import Place, adopt, original_class, raw_data, set_raw_data
+from .parameter import Place, adopt, original_class, set_raw_data
 from .segments import Segment
 from .written import put
 
@@ -277,10 +277,11 @@ class Span:
         if old.nbytes():
             new.copy_(old)
         local_is_master = self.is_alias
-        for tensor in (self.full, self.local, *self.views, *map(raw_data, self.params)):
+        for tensor in (self.full, self.local, *self.views):
             tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
-        for param, view in zip(self.params, self.views):
-            set_raw_data(param, view)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self.views):
+                set_raw_data(param, view)
         self._storage = new
         if local_is_master:
             self.master = self.local

@@ -45,6 +45,7 @@ class Unit:
         step: an update of its offloaded spans by another thread; None if there is none.
         is_held: full parameters stay gathered, whatever passes do: `release` does nothing.
         is_apart: what user code writes to full parameters is not carried into the masters.
+        is_shown: operations on parameters read them as they are. Else each asks the observers first.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Unit:
         self.params = [param for span in spans for param in span.params]
         self.context, self.events = context, context.events
         self.state = State.GATHERED
+        self.is_shown = True
         self.step: UnitStep | None = None
         self.is_held = self.is_apart = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
@@ -120,8 +122,19 @@ class Unit:
         for span in self.spans:
             span.is_old = False
         self.state = State.GATHERED
-        if self.context.frees:
+        self.show()
+
+    def show(self) -> None:
+        """The full parameters are readable, and stay until their use is over."""
+        if not self.is_shown:
+            self.is_shown = True
             set_released(self.params, False)
+
+    def hide(self) -> None:
+        """The use of the full parameters is over. They may still be gathered."""
+        if self.is_shown and self.context.frees and not self.is_held:
+            self.is_shown = False
+            set_released(self.params, True)
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
@@ -137,7 +150,7 @@ class Unit:
         """Free the full parameters."""
         self.state = State.SHARDED
         # Parameters first: an operation on one whose buffer has no memory would crash the process.
-        set_released(self.params, True)
+        self.hide()
         for span in self.spans:
             span.close()
 
