@@ -12,6 +12,7 @@ from .copies import Copies
 from .freezing import Freezing
 from .generation import Generation
 from .gradients import Gradients
+from .group_gradients import GroupGradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
@@ -35,6 +36,7 @@ def observers() -> list[Observer]:
         Generation(),
         Gradients(),
         Methods(),
+        GroupGradients(),
         Preemptions(),
         StateDicts(),
         Writes(),

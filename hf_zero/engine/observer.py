@@ -16,7 +16,8 @@ EVENTS = (
     "before_part",
     "before_backward",
     "after_backward",
-    "before_clip",
+    "before_gradients",
+    "gradients_written",
     "before_step",
     "after_step",
     "step_paused",
@@ -55,7 +56,8 @@ class Observer:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
-        `before_clip()`: the engine is about to measure, or clip, reduced gradients.
+        `before_gradients()`: reduced gradients are about to be used outside a step.
+        `gradients_written(span)`: they have other values now.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
@@ -102,7 +104,8 @@ class Events:
     before_part: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
-    before_clip: list[Callable[[], None]]
+    before_gradients: list[Callable[[], None]]
+    gradients_written: list[Callable[..., None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     step_paused: list[Callable[..., None]]
