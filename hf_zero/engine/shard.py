@@ -83,6 +83,8 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         if any(place_of(param) is not None for param in model.parameters()):
             raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        for observer in observers:
+            observer.check(model)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
@@ -105,6 +107,7 @@ def shard(
     events = Events(observers)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
+    context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
