@@ -297,15 +297,13 @@ def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     with holder.wire.watch.doing("full_optimizer_state()"):
         value = holder.state(name)
         owners = [rank for rank, _ in holder.span.layout.owners(holder.slot)] or [0]
-        if holder.has_elements(value):
-            told: Any = value.dtype
-        else:
-            told = holder.read(lambda: value.detach().cpu() if isinstance(value, Tensor) else value)
+        has_elements = holder.has_elements(value)
+        told: Any = holder.read(lambda: value.dtype if has_elements else _on_cpu(value))
         if holder.span.layout.shards > 1:
             told = holder.wire.exchange(told)[owners[0]]
         if not isinstance(told, torch.dtype):
             return _single(holder, told)
-        own = holder.of_state(value) if holder.has_elements(value) else lambda here: torch.empty(0, dtype=told)
+        own = holder.of_state(value) if has_elements else lambda here: torch.empty(0, dtype=told)
         return holder.assemble(own, told)
 
 
@@ -322,10 +320,15 @@ def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     return holder.here(holder.of_state(value), value.dtype).clone()
 
 
+def _on_cpu(value: Any) -> Any:
+    value = fetch(value) if isinstance(value, OnDisk) else value
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
 def _single(holder: _Holder, value: Any) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return None if value is None else value.detach().clone()
-    return torch.tensor(fetch(value) if isinstance(value, OnDisk) else value, device="cpu")
+    return torch.as_tensor(_on_cpu(value), device="cpu")
 
 
 @torch.no_grad()
