@@ -100,7 +100,7 @@ _NAMES = {
     "runtime.shard": ("shard",),
 }
 if os.environ.get("HF_ZERO_NEXT"):  # development only
-    _NAMES |= {"engine.engine": ("Engine", "engine_of"), "params.shard": ("shard",)}
+    _NAMES |= {"engine.engine": ("engine_of",), "params.engine": ("Engine",), "params.shard": ("shard",)}
     _NAMES["runtime.engine"] = ("on_preemption",)
     _NAMES["params.next_gathered"] = _NAMES.pop("params.gathered")
     _NAMES["params.next_access"] = _NAMES.pop("params.access")

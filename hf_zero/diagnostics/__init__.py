@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from ..config import ZeroConfig
 from ..engine.observer import Observer
+from .equal import SameValues
+from .finite import Finite
+from .options import SameOptions
+from .recorder import Records
 
 
-def observers() -> list[Observer]:
-    """Return a new observer of each kind, for one engine."""
-    return []
+def observers(config: ZeroConfig) -> list[Observer]:
+    """Return new observers for one engine."""
+    found: list[Observer] = [SameOptions(), Records()]
+    if config.debug:
+        found += [SameValues(), Finite()]
+    return found

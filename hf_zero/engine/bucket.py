@@ -51,7 +51,9 @@ class Bucket:
         self.reduce_dtype = span.context.precision.reduce_dtype_of(span.master_dtype)
         layout = span.layout
         self._numel, self._used_numel = layout.numel, layout.used_numel
-        self._bytes = self._numel * self.reduce_dtype.itemsize
+        self._fresh_bytes = self._used_numel * span.compute_dtype.itemsize
+        self._moving_bytes = self._held_bytes = self._grad_bytes = 0
+        """In the ledger: on their way, held for a later backward, reduced."""
         self._parts = [(slice(slot.offset, slot.stop), slot.spec.shape) for slot in layout.slots]
 
     # Local gradients --------------------------------------------------------------------------------------------------
@@ -67,6 +69,9 @@ class Bucket:
         """Keep local gradients for a later reduce, in float32 at least. What is float32 already stays on the parameters."""
         if self.span.compute_dtype != self.span.master_dtype:
             self._held = self._collect(Precision.hold_dtype(self.reduce_dtype))
+            self._held_bytes = self._held.nbytes
+            self._account.now["gradients"] += self._held_bytes
+            self._count_moving(0)
 
     def local(self, index: int) -> Tensor | None:
         """This rank's gradient of one parameter, not reduced yet; a copy."""
@@ -94,10 +99,14 @@ class Bucket:
             grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads
         ]  # no call for each
         buffer, self._held = self._held, None
+        if self._held_bytes:
+            self._account.now["gradients"] -= self._held_bytes
+            self._held_bytes = 0
         if buffer is None:
             purpose = f"gradients of {span.layout.spec.name!r} and its neighbours"
             make = partial(torch.empty, self._numel, dtype=dtype, device=span.device)
             buffer = self._storage.allocate("communication", purpose, self._numel * dtype.itemsize, make)
+            self._moving_bytes += buffer.nbytes
             views = self._views(buffer)
             # The padding has a master, too, and counts in norms.
             buffer[self._used_numel :].zero_()
@@ -127,7 +136,6 @@ class Bucket:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
                 self.arrived = [True]
                 take_raw_grads(span.params)
-                self._account.add("communication", self._bytes)
                 return grad.view(-1)  # no copy: it is the buffer, less the padding
         buffer = self._collect(self.reduce_dtype)
         if buffer.dtype != self.reduce_dtype:
@@ -139,10 +147,13 @@ class Bucket:
     def reduce(self) -> tuple[Inflight, Tensor, Tensor]:
         """Start the reduce. Returns the transfer, this rank's slice of the mean, and the buffer that must live until then."""
         wire, span = self.span.context.wire, self.span
+        self._count_moving(self._moving_bytes + self._fresh_bytes)
         source = self.take_source(wire)
         if wire.size == 1:
+            self._count_moving(source.nbytes)
             return DONE, source, source
         mean = torch.empty(span.local_numel, dtype=span.master_dtype, device=span.device)
+        self._count_moving(source.nbytes + mean.nbytes)
         if span.layout.shards > 1:
             return wire.reduce(source, mean, span.layout.index, span.layout.cuts), mean, source
         return wire.average(source, mean, span.layout.index), mean, source
@@ -150,7 +161,6 @@ class Bucket:
     @torch.no_grad()
     def add(self, mean: Tensor) -> None:
         """Add a reduced gradient of this rank's slice."""
-        self._account.now["communication"] -= self._bytes
         moves = self.tier is Tier.DISK or (self.tier is Tier.HOST and not self._storage.link.is_one_memory)
         if self.grad is None or moves:
             numel = self.span.local_numel
@@ -167,6 +177,26 @@ class Bucket:
             self.grad[: mean.numel()].add_(mean)
         else:
             self.grad = mean
+        self.count_grad()
+        self._count_moving(0)
+
+    # The ledger -------------------------------------------------------------------------------------------------------
+
+    def _count_moving(self, nbytes: int) -> None:
+        account = self._account
+        account.now["communication"] += nbytes - self._moving_bytes
+        self._moving_bytes = nbytes
+        account.look()
+
+    def count_grad(self) -> None:
+        """The ledger has the reduced gradient that is in memory."""
+        held = self.grad if self._home is None else self._home
+        nbytes = held.nbytes if isinstance(held, Tensor) else 0
+        if nbytes != self._grad_bytes:
+            ledger = self._storage.ledger
+            account = ledger.device if self.tier is Tier.DEVICE else ledger.host
+            account.add("gradients", nbytes - self._grad_bytes)
+            self._grad_bytes = nbytes
 
     @property
     def tier(self) -> Tier:
@@ -268,6 +298,7 @@ class Bucket:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""
         self.land()
         self.grad = self.factor = None
+        self.count_grad()
         self.present = [False] * len(self.present)
         if local:
             self.drop_local()
@@ -276,6 +307,8 @@ class Bucket:
         """Forget gradients that are not reduced."""
         take_raw_grads(self.span.params)
         self._held = None
+        self._account.now["gradients"] -= self._held_bytes
+        self._held_bytes = 0
         self.arrived = [False] * len(self.arrived)
 
 

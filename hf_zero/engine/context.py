@@ -15,6 +15,7 @@ from ..core.layout import Layout
 from ..core.precision import Precision
 from ..errors import StateError, TierError, ZeroError
 from ..plan.machine import free_device_bytes, free_host_bytes
+from ..plan.plan import Plan
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .observer import Events
@@ -32,12 +33,14 @@ class Context:
         names: all names of each parameter, the first one first.
         device: where the model computes.
         layout: of all units; integers only.
+        plan: what is stored where, and what it costs.
         units: in registration order.
         marks: by observer, a number that is the same on every rank as long as user code does the same on every rank.
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
         is_unsharded: inside `Engine.unsharded`.
+        step_wait_s: how long training has waited for updates by the other thread.
     """
 
     model: nn.Module
@@ -50,12 +53,14 @@ class Context:
     names: dict[nn.Parameter, list[str]]
     events: Events
     layout: Layout
+    plan: Plan
     units: list[Unit] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
     is_stepping: bool = False
     has_updated: bool = False
     is_unsharded: bool = False
+    step_wait_s: float = 0.0
     _noted: ZeroError | None = None
     _severity: int = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from .clipping import Parts, clip_norm, clip_value
 from .context import Context
 from .graph import backward_id
 from .host_step import Stepper
+from .observer import Observer
 from .optimizer import Binding, StepWrapper
 from .parameter import place_of, set_raw_grad
 from .precision import Autocast
@@ -26,6 +27,7 @@ from .span import Span
 from .unit import Unit
 from .unsharded import Hold, same_on_all_ranks
 
+Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
 """Where a sharded module keeps its engine."""
 
@@ -326,8 +328,16 @@ class Engine:
             for group, params in zip(binding.optimizer.param_groups, binding.originals):
                 group["params"] = list(params)
 
-    def report(self) -> dict[str, Any]:
-        return {"units": len(self.units)}
+    def observer(self, kind: type[Attached]) -> Attached:
+        """Return the observer of a class.
+
+        Raises:
+            StateError: none is attached.
+        """
+        for each in self.events.observers:
+            if isinstance(each, kind):
+                return each
+        raise StateError(f"no {kind.__name__} observes this engine. Build the engine by zero.shard, which attaches one")
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -9,6 +9,7 @@ Units are updated in the order in which the next forward needs them. `Unit.wait_
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +60,7 @@ class Stepper:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
         self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.trained)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
         self._updated: set[Unit] = set()  # in this step's backward
@@ -69,6 +70,9 @@ class Stepper:
         if context.config.step_in_backward:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
+
+    def _begin_thread(self) -> None:
+        self._storage.meter.stepper_thread = threading.get_ident()
 
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class Stepper:
         for span in unit.trained:
             if span.tier is not Tier.DEVICE:
                 span.bucket.grad = None
+                span.bucket.count_grad()
 
     def _agree_on_present(self, unit: Unit) -> None:
         """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""

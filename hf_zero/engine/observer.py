@@ -17,6 +17,8 @@ EVENTS = (
     "before_step",
     "after_step",
     "after_zero_grad",
+    "tell",
+    "told",
     "before_gather",
     "unit_unsharded",
     "unit_resharded",
@@ -46,6 +48,8 @@ class Observer:
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
+        with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
@@ -85,6 +89,8 @@ class Events:
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
+    tell: list[Callable[[], list[int]]]
+    told: list[Callable[[list[int]], None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]
     unit_resharded: list[Callable[..., None]]

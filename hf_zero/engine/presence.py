@@ -41,14 +41,29 @@ class Presence:
         late = [unit.has_local_grads if unit.trained else False for unit in units]
         mine = [self._flags(unit) for unit in units]
         changed = [flags != before for flags, before in zip(mine, self._mine)]
+        events = self._context.events
+        told = [tell() for tell in events.tell]
         mark = sum(self._context.marks.values()) & _MOST
         found = self._context.wire.start_maximum(
-            [*map(int, late), *map(int, changed), mark, _MOST - mark, self._context.severity], at_end=True
+            [
+                *map(int, late),
+                *map(int, changed),
+                *(value for values in told for value in values),
+                mark,
+                _MOST - mark,
+                self._context.severity,
+            ],
+            at_end=True,
         )()
         self._context.raise_failures("backward", found.pop())
         if found.pop() != _MOST - found.pop():
-            for event in self._context.events.marks_differ:
+            for event in events.marks_differ:
                 event()
+        start = 2 * len(units)
+        for hear, values in zip(events.told, told):
+            hear(found[start : start + len(values)])
+            start += len(values)
+        del found[2 * len(units) :]
         if any(found[: len(units)]):
             self._reduce_late([unit for unit, flag in zip(units, found) if flag])
             self._land()
@@ -92,6 +107,7 @@ class Presence:
             present = [False] * len(present)
         if present != bucket.present:
             bucket.present = present
+<<<<<<< HEAD
             self.fit(span)
         for segment in span.segments:
             segment.is_cleared = False
@@ -105,5 +121,12 @@ class Presence:
             bucket.grad = None
         elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
             self._split(span)
+=======
+            if not any(present):
+                bucket.grad = None
+                bucket.count_grad()
+            elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
+                self._split(span)
+>>>>>>> next
         for segment in span.segments:
             segment.show_grad()

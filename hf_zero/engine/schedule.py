@@ -29,8 +29,8 @@ from .parameter import set_raw_grad
 from .tape import Tape, Token, Use
 from .unit import State, Unit
 
-_REDUCES_AHEAD = 2
-"""Units whose reduce may be under way: buffers of so many are in memory."""
+_REDUCES_AHEAD = 1
+"""Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
 
 class Schedule:
@@ -300,10 +300,10 @@ class Schedule:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        while len(self._reducing) >= _REDUCES_AHEAD:
+            self._reducing.popleft().finish_reduce()
         unit.reduce()
         self._reducing.append(unit)
-        while len(self._reducing) > _REDUCES_AHEAD:
-            self._reducing.popleft().finish_reduce()
 
     def _enter_nested(self, use: Use) -> None:
         """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""

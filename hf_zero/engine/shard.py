@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from .observer import Events, Observer
 from .optimizer import bind, originals_of
 from .parameter import place_of
 
+Made = TypeVar("Made", bound=Engine)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -40,7 +42,8 @@ def shard(
     mixed_precision: str | None = "no",
     device: torch.device | None = None,
     open_storage: Callable[[torch.device, int, str | None], Storage] = Storage,
-) -> Engine:
+    kind: type[Made] = Engine,  # type: ignore[assignment]
+) -> Made:
     """Shard `model` and `optimizer` in place over the default process group. A collective.
 
     The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
@@ -54,6 +57,7 @@ def shard(
         device: where to compute, for a model that is in host memory.
         open_storage: creates what the tiers share, from the device, the rank and `offload_dir`. Another one may work in blocks
             of other sizes, or reach the device over another link.
+        kind: the engine's class.
 
     Returns:
         The engine.
@@ -96,14 +100,14 @@ def shard(
     layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
-    context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
+    context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers))
         build_units(context, drafter, specs, made.placements)
-    return Engine(context, bind(optimizers, context, originals))
+    return kind(context, bind(optimizers, context, originals))
 
 
 def _on_disk(placement: Placement) -> bool:

@@ -8,6 +8,7 @@ depend on these states.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -153,7 +154,11 @@ class Unit:
             BaseException: the update failed, and no rank uses a disk; else see `Context.raise_failures`.
         """
         step, self.step = self.step, None
-        error = step.wait() if step is not None else None
+        if step is None:
+            return
+        started = time.perf_counter()
+        error = step.wait()
+        self.context.step_wait_s += time.perf_counter() - started
         if error is not None:
             self.context.note_failure(error, half_done=True)
 

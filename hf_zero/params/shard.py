@@ -9,9 +9,9 @@ from torch import nn
 
 from .. import compat, diagnostics
 from ..config import ZeroConfig
-from ..engine.engine import Engine
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
+from .engine import Engine
 
 
 def shard(
@@ -27,5 +27,8 @@ def shard(
 
     As `hf_zero.engine.shard`, with the observers of `compat` and `diagnostics`.
     """
-    observers = [*compat.observers(), *diagnostics.observers()]
-    return shard_core(model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, **options)
+    config = config or ZeroConfig()
+    observers = [*compat.observers(), *diagnostics.observers(config)]
+    return shard_core(
+        model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, kind=Engine, **options
+    )

@@ -1,0 +1,90 @@
+"""Ranks must make the same steps with the same options (`lr`, `betas`, …): compared as one number in every backward."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.engine import Engine
+from ..engine.observer import Observer
+from ..errors import RankMismatchError
+from .differences import Named, refuse_difference
+
+_NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
+_PLAIN = _NUMBERS | {tuple}
+_SHORT_NUMEL = 16
+"""Tensors of at most so many elements are options (`lr`), compared by value."""
+_MASK = (1 << 30) - 1
+
+
+class SameOptions(Observer):
+    """Compares the number of steps and the options of the optimizers' groups over the ranks.
+
+    Options that are tensors on a GPU are left out: to read them, every backward would wait for the device.
+    """
+
+    def attach(self, engine: Engine) -> None:
+        self._engine, self._wire = engine, engine.context.wire
+        self._seen: list[Any] = []
+        self._mark = 0
+        self._may_change_in_place = True
+
+    def tell(self) -> list[int]:
+        """Return a number that differs where options or the count of steps differ, and its complement."""
+        mark = zlib.crc32(b"%d %d" % (self._options(), self._wire.watch.step)) & _MASK
+        return [mark, _MASK - mark]
+
+    def told(self, highest: list[int]) -> None:
+        """Compare. The highest number and the highest complement belong together only where all ranks are alike.
+
+        Raises:
+            RankMismatchError: with the first difference, on every rank.
+        """
+        if sum(highest) == _MASK:
+            return
+        told = self._wire.exchange((self._wire.watch.step, self._named()))
+        steps = [step for step, _ in told]
+        if len(set(steps)) > 1:
+            raise RankMismatchError(
+                f"ranks average the gradients of different steps: rank {self._wire.rank} has made {self._wire.watch.step} "
+                f"optimizer steps, others from {min(steps)} to {max(steps)}. Call optimizer.step() on every rank or on none, "
+                "and use no_sync for the same micro-batches; their parameters may differ now, so go on from the last checkpoint"
+            )
+        refuse_difference([named for _, named in told], self._wire.watch.step)
+
+    def _options(self) -> int:
+        groups = [group for binding in self._engine.bindings for group in binding.optimizer.param_groups]
+        now = [value for group in groups for value in group.values() if type(value) in _PLAIN]
+        if self._may_change_in_place or now != self._seen:
+            self._seen, self._may_change_in_place = now, False
+            self._mark = zlib.crc32(repr(self._named()).encode())
+        return self._mark
+
+    def _named(self) -> dict[Named, Any]:
+        out: dict[Named, Any] = {}
+        bindings = self._engine.bindings
+        for binding in bindings:
+            which = f" of optimizer {binding.index}" if len(bindings) > 1 else ""
+            for number, group in enumerate(binding.optimizer.param_groups):
+                for key, value in group.items():
+                    if key in ("params", "param_names") or (isinstance(value, Tensor) and value.device.type != "cpu"):
+                        continue
+                    self._may_change_in_place = self._may_change_in_place or type(value) not in _PLAIN
+                    found = plain(value)
+                    if found is not None:
+                        out["option", f"{key!r} of the optimizer's group {number}{which}"] = found[0]
+        return out
+
+
+def plain(value: Any) -> tuple[Any] | None:
+    """Return a value that ranks can compare, in a tuple of one; None where there is none."""
+    if type(value) in _NUMBERS:
+        return (value,)
+    if isinstance(value, Tensor):
+        return (value.tolist(),) if value.numel() <= _SHORT_NUMEL and not value.is_meta else None
+    if isinstance(value, (tuple, list)):
+        inner = [plain(each) for each in value]
+        return None if None in inner else ([each[0] for each in inner if each is not None],)
+    return None

@@ -1,0 +1,322 @@
+"""What an engine takes, moves and waits for, measured, beside what the plan says.
+
+What each kind of bytes counts (`plan.costs.KINDS`):
+* parameters: what gathers read, and full parameters that stay. optimizer: masters that are other memory, and states.
+* gradients: reduced ones. gathered: full parameters that come and go. communication: gradients on their way to their owners.
+* staging: blocks, slabs and landing buffers of the host.
+* On disk, regions count as they are allocated, in whole pages.
+* Not counted: activations, local gradients of a unit whose backward goes on, the transport's and the optimizer's own memory.
+On a CPU device both device and host are host memory, told apart by the tier.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.precision import dtype_name
+from ..engine.engine import Engine
+from ..engine.span import Span
+from ..plan.costs import KINDS, TIERS, Memory, Setup
+from ..plan.machine import here
+from ..plan.peaks import memory_of
+from ..plan.record import Counters, Recorder, Table
+from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
+from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, Traffic, work_in_total
+from ..tiers.array import OnDisk
+from ..tiers.tier import Tier, padded
+from ..version import __version__
+
+# Bytes now ------------------------------------------------------------------------------------------------------------
+
+
+class _Tally:
+    """Bytes of memory and of arrays on disk, each counted once, under the first kind that it is added as."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.table: Table = {tier.value: dict.fromkeys(KINDS, 0) for tier in TIERS}
+        self._device = device
+        self._seen: set[int] = set()
+
+    def add(self, values: Any, tier: Tier, kind: str) -> None:
+        """Count a tensor or values on disk. Tensors that are not on the device count as the host's."""
+        if isinstance(values, OnDisk):
+            source = values.source
+            if id(source) not in self._seen:
+                self._seen.add(id(source))
+                self.table[Tier.DISK.value][kind] += padded(source.numel * source.dtype.itemsize)
+            return
+        if not isinstance(values, Tensor):
+            return
+        storage = values.untyped_storage()
+        if not storage.nbytes() or storage.data_ptr() in self._seen:
+            return
+        self._seen.add(storage.data_ptr())
+        is_away = tier is not Tier.DEVICE or values.device.type != self._device.type
+        self.table[(Tier.HOST if is_away else Tier.DEVICE).value][kind] += storage.nbytes()
+
+
+def at_rest(engine: Engine) -> Table:
+    """Return the bytes of parameters, optimizer state and reduced gradients, by tier and kind. O(spans + states)."""
+    tally = _Tally(engine.context.device)
+    for unit in engine.units:
+        for span in unit.spans:
+            _add_parameters(tally, span)
+            if isinstance(span.bucket.grad, OnDisk):  # in memory the ledger has them
+                tally.add(span.bucket.grad, Tier.DISK, "gradients")
+    for binding in engine.bindings:
+        for group in binding.segments:
+            for segment in group:
+                for value in binding.state_of(segment).values():
+                    tally.add(value, segment.span.tier, "optimizer")
+    return tally.table
+
+
+def _add_parameters(tally: _Tally, span: Span) -> None:
+    if span.stays:
+        tally.add(span.full, Tier.DEVICE, "parameters")
+    elif span.copy is not None:
+        tally.add(span.copy, span.copy_tier, "parameters")
+    reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
+    tally.add(span.master, span.tier, "parameters" if reads_master or not span.trainable else "optimizer")
+
+
+def measure(engine: Engine) -> Table:
+    """Return this rank's bytes now, by tier and kind."""
+    table, ledger = at_rest(engine), engine.context.storage.ledger
+    for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):
+        for kind, nbytes in account.now.items():
+            table[tier.value][kind] += nbytes
+    return table
+
+
+def process_bytes(engine: Engine) -> dict[str, int]:
+    """Return what the system counts: `rss` now, `rss peak`, `disk file`; on CUDA what torch has allocated."""
+    out = {}
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            name, _, rest = line.partition(":")
+            if name in ("VmHWM", "VmRSS"):
+                out["rss" if name == "VmRSS" else "rss peak"] = int(rest.split()[0]) * 1024
+    except OSError:
+        pass  # not Linux
+    context = engine.context
+    if context.storage.has_disk:
+        out["disk file"] = context.storage.disk.nbytes
+    if context.device.type == "cuda":
+        found = torch.cuda.memory_stats(context.device)
+        out["device allocated"] = int(found.get("allocated_bytes.all.current", 0))
+        out["device allocated peak"] = int(found.get("allocated_bytes.all.peak", 0))
+        out["device reserved peak"] = int(found.get("reserved_bytes.all.peak", 0))
+    return out
+
+
+def limits(engine: Engine, ranks_here: int = 1) -> tuple[Limit, ...]:
+    """Return what this rank may take: given budgets, else what the machine has free beside what the engine holds.
+
+    Args:
+        ranks_here: ranks that share this machine's memory and disk.
+    """
+    context = engine.context
+    found = [Limit(tuple(tier.value for tier in tiers), limit, True) for _, tiers, limit in context.plan.budgets.rows()]
+    known = {tier for limit in found for tier in limit.tiers}
+    held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
+    machine = here(context.device, ranks=ranks_here, offload_dir=context.config.offload_dir, held_bytes=held)
+    free = {"device": machine.device_memory, "host": machine.host_memory, "disk": machine.disk_free}
+    if machine.shares_memory and not known & {"device", "host"}:
+        found.append(Limit(("device", "host"), int(free["host"] or 0), False))
+        known |= {"device", "host"}
+    return (*found, *(Limit((tier,), size, False) for tier, size in free.items() if size and tier not in known))
+
+
+# Counters of a run ----------------------------------------------------------------------------------------------------
+
+
+class Usage:
+    """An engine's counters, for a `Recorder`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rank = engine.rank
+        self._engine = engine
+
+    def counters(self) -> Counters:
+        context = self._engine.context
+        meter, traffic = context.storage.meter, context.wire.traffic
+        links = {link: meter[link] for link in LINKS}
+        wait_s = {kind: traffic[kind].wait_s for kind in COLLECTIVES}
+        wait_s |= {link: count.wait_s - meter.stepper_wait_s[link] for link, count in links.items()}
+        wait_s["optimizer"] = context.step_wait_s
+        sent = {kind: traffic[kind].bytes for kind in COLLECTIVES}
+        sent |= {link: count.bytes for link, count in links.items()}
+        if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
+            sent["reduce"] += across.bytes
+            wait_s["reduce"] += across.wait_s
+        return Counters(self._peak(), sent, wait_s, (), process_bytes(self._engine))
+
+    def _peak(self) -> Table:
+        """What is stored now, and with it the highest of all that came and went."""
+        table, ledger = at_rest(self._engine), self._engine.context.storage.ledger
+        for kinds in table.values():
+            kinds["all"] = sum(kinds.values())
+        for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):
+            for kind, nbytes in account.peak.items():
+                table[tier.value][kind] += nbytes
+            table[tier.value]["all"] += account.peak_total
+        ledger.begin_step()
+        return table
+
+    def facts(self, backward_per_step: int) -> dict[str, Any]:
+        """Return what is known of the run, as plain values: the first line of its file."""
+        context, plan = self._engine.context, self._engine.context.plan
+        memory, traffic = predicted(self._engine, backward_per_step)
+        return {
+            "version": __version__,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "rank": context.wire.rank,
+            "world_size": context.wire.size,
+            "stage": context.config.stage,
+            "precision": str(context.precision),
+            "parameters": context.layout.numel,
+            "trainable": context.layout.trainable_numel,
+            # A run's folder may be shared: no names of hosts or folders.
+            "config": {name: value for name, value in context.config.to_dict().items() if name != "offload_dir"},
+            "machine": {
+                "device": torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu",
+                "cores": os.cpu_count() or 1,
+                "torch": torch.__version__,
+            },
+            "predicted": {
+                "backward_per_step": backward_per_step,
+                "rest": _plain(memory.rest),
+                "peak": _plain(memory.peak),
+                "peak_bytes": {tier.value: memory.at_peak(tier) for tier in TIERS},
+                "traffic": {road: getattr(traffic, road) for road in ROADS},
+                "step_s": plan.step_s,
+                "parts_s": dict(plan.parts),
+                "reasons": list(plan.reasons),
+            },
+        }
+
+
+def _plain(by_tier: Mapping[Tier, Mapping[str, int]]) -> Table:
+    return {tier.value: dict(kinds) for tier, kinds in by_tier.items()}
+
+
+# Predicted and measured -----------------------------------------------------------------------------------------------
+
+
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return how many state values each parameter element has, the most of several optimizers; 2 where it is not known."""
+    return max((_state_tensors(optimizer) for optimizer in optimizers), default=0)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
+    group = optimizer.param_groups[0]
+    match type(optimizer).__name__:
+        case "SGD":
+            return int(bool(group.get("momentum")))
+        case "RMSprop":
+            return 1 + int(bool(group.get("momentum"))) + int(bool(group.get("centered")))
+        case "Adam" | "AdamW":
+            return 3 if group.get("amsgrad") else 2
+        case "Adagrad" | "Lion":
+            return 1
+        case _:
+            return 2
+
+
+def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traffic]:
+    """Return the plan's memory and traffic for the optimizers bound now.
+
+    Args:
+        backward_per_step: micro-batches that a step is seen to have.
+    """
+    context = engine.context
+    setup = Setup(
+        context.policy,
+        context.wire.size,
+        dtype_name(context.precision.reduce_dtype),
+        state_tensors(engine.optimizers),
+        max(1, backward_per_step),
+        context.config.step_in_backward,
+        context.device.type == "cpu",
+        sizes=context.storage.sizes,
+        wire=context.config.wire,
+    )
+    given = context.layout, context.plan.placements, setup
+    return memory_of(*given), Traffic.of(work_in_total(*given), *given)
+
+
+def report(engine: Engine, recorder: Recorder | None = None) -> Report:
+    """Return what this rank takes now, beside what was predicted.
+
+    Args:
+        recorder: adds peaks, traffic and waits of the steps that it measured.
+    """
+    context = engine.context
+    memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
+    now = measure(engine)
+    total = {kind: sum(memory.rest[tier][kind] for tier in TIERS) for kind in KINDS}
+    measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in ("parameters", "gradients", "optimizer")}
+    measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
+    return Report(
+        stage=context.config.stage,
+        world_size=context.wire.size,
+        precision=str(context.precision),
+        parameters=context.layout.numel,
+        trainable=context.layout.trainable_numel,
+        predicted=States(
+            total["parameters"], total["gradients"], total["optimizer"], memory.peak[Tier.DEVICE]["gathered"]
+        ),
+        data_parallel=data_parallel(context.layout, state_tensors(engine.optimizers)),
+        measured=measured,
+        traffic=context.wire.traffic.to_dict(),
+        units=unit_rows(context.layout),
+        tiers=_tier_rows(memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
+        roads=_road_rows(traffic, recorder) if recorder is not None else (),
+        steps=0 if recorder is None else recorder.recorded,
+        step_s=None if recorder is None else recorder.median("seconds"),
+        predicted_step_s=context.plan.step_s,
+        process=process_bytes(engine),
+    )
+
+
+def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow, ...]:
+    rows = []
+    for tier in TIERS:
+        name = tier.value
+        found = {} if peak is None else peak[name]
+        kinds = [
+            TierRow(
+                name,
+                kind,
+                memory.rest[tier][kind],
+                now[name][kind],
+                memory.peak[tier][kind],
+                None if peak is None or kind == "activations" else found.get(kind, 0),
+            )
+            for kind in KINDS
+            if memory.peak[tier][kind] or now[name][kind] or found.get(kind)
+        ]
+        if kinds:
+            total = sum(now[name].values())
+            highest = None if peak is None else found["all"]
+            rows += [*kinds, TierRow(name, "all", memory.at_rest(tier), total, memory.at_peak(tier), highest)]
+    return tuple(rows)
+
+
+def _road_rows(traffic: Traffic, recorder: Recorder) -> tuple[RoadRow, ...]:
+    rows = []
+    for road in WAITS:
+        told: int | None = getattr(traffic, road, None)
+        moved = recorder.median("bytes", road) if road != "optimizer" and recorder.recorded else None
+        waited = recorder.median("wait_s", road)
+        if told or moved or waited:
+            rows.append(RoadRow(road, told, moved, waited))
+    return tuple(rows)

@@ -1,0 +1,58 @@
+"""`zero.Engine`: the core's engine with what its observers can do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..diagnostics.recorder import Records
+from ..engine import engine as core
+from ..plan.plan import Plan
+from ..plan.record import Recorder
+from ..plan.report import Report
+
+
+class Engine(core.Engine):
+    """One sharded model in training. Made by `zero.shard`; see there."""
+
+    def report(self) -> Report:
+        """Return what is stored where, in bytes of this rank: predicted, and measured now.
+
+        While `record` measures, the report has peaks, traffic and waits, too.
+        """
+        return self._records.report()
+
+    def record(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        first_step: int = 0,
+        about: Mapping[str, Any] | None = None,
+    ) -> Recorder:
+        """Measure every step from now on: `report` shows peaks, traffic and waits then. Ended by `Recorder.close`.
+
+        Args:
+            folder: where every step is appended to `zero_steps.jsonl` (other ranks: `zero_steps.rank1.jsonl`, …), for
+                `hf-zero report`. None: no file.
+            first_step: steps before this one, for a run that goes on.
+            about: what else is known of the run, as plain values for JSON: `hf-zero report` shows `model` and `max_steps`.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        return self._records.record(folder, first_step, about)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What `record` made last, until it is closed."""
+        return self._records.recorder
+
+    @property
+    def plan(self) -> Plan:
+        """What is stored where, and what it costs, as planned before step 0."""
+        return self.context.plan
+
+    @property
+    def _records(self) -> Records:
+        return self.observer(Records)
