@@ -13,7 +13,7 @@ The ranks make the same edits. A digest of all edits is part of the agreement th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +30,7 @@ from ..tiers.fingerprint import fingerprint
 from ..tiers.tier import Tier
 
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
-_MARK = "writes"
+_MOST = 0x7FFFFFFF
 
 
 class Writes(Observer):
@@ -38,12 +38,13 @@ class Writes(Observer):
 
     def attach(self, engine: Engine) -> None:
         self._context, self._units = engine.context, engine.units
-        self._versions = [list(map(_counter, unit.params)) for unit in self._units]
+        self._versions = [_versions(unit) for unit in self._units]
         self._totals = [sum(versions) for versions in self._versions]
         self._marked: dict[Unit, dict[Span, dict[int, list[int]]]] = {}
         """By unit and span, parameters whose `data` was read, with digests of their values."""
         self._shown: dict[Span, Tensor] = {}
         """After a write to a span that is gathered as codes: what `local` shows until the next gather."""
+        self._mark = 0
         self._edits: dict[str, list[int]] = {}
         """By parameter, the digest of its values after the last write."""
 
@@ -70,13 +71,10 @@ class Writes(Observer):
         self._forget(unit)
 
     def unit_unsharded(self, unit: Unit) -> None:
+        """All values are the masters': what was written before is in them, or was dropped on purpose."""
         self._forget(unit)
-        for span, found in self._marked.get(unit, {}).items():
-            found.update(zip(found, _digests(span, found)))
-
-    def writes_dropped(self, unit: Unit) -> None:
-        versions = self._versions[unit.index] = list(map(_counter, unit.params))
-        self._totals[unit.index] = sum(versions)
+        if self._total(unit) != self._totals[unit.index]:
+            self._see(unit)
         for span, found in self._marked.get(unit, {}).items():
             found.update(zip(found, _digests(span, found)))
 
@@ -111,7 +109,7 @@ class Writes(Observer):
     # What -------------------------------------------------------------------------------------------------------------
 
     def _is_readable(self, unit: Unit) -> bool:
-        return not self._context.frees or unit.state is State.GATHERED
+        return (not self._context.frees or unit.state is State.GATHERED) and not getattr(unit, "is_held", False)
 
     def _find_all(self) -> None:
         for unit in self._units:
@@ -122,14 +120,13 @@ class Writes(Observer):
         """Carry what was written to a unit's parameters, which are readable, since the last call."""
         if unit.is_apart:
             return
-        if sum(map(_version, unit.params)) != self._totals[unit.index]:
+        if self._total(unit) != self._totals[unit.index]:
             self._find_counted(unit)
         if unit in self._marked:
             self._find_uncounted(unit)
 
     def _find_counted(self, unit: Unit) -> None:
-        before, now = self._versions[unit.index], list(map(_version, unit.params))
-        self._versions[unit.index], self._totals[unit.index] = now, sum(now)
+        before, now = self._versions[unit.index], self._see(unit)
         start = 0
         for span in unit.spans:
             stop = start + len(span.params)
@@ -140,6 +137,17 @@ class Writes(Observer):
                 both = [index for index in written if index in marked]
                 marked.update(zip(both, _digests(span, both)))
             start = stop
+
+    @staticmethod
+    def _total(unit: Unit) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(map(_version, unit.params))
+
+    def _see(self, unit: Unit) -> list[int]:
+        """Writes up to now are known."""
+        now = self._versions[unit.index] = _versions(unit)
+        self._totals[unit.index] = sum(now)
+        return now
 
     def _find_uncounted(self, unit: Unit) -> None:
         spans = self._marked[unit]
@@ -182,14 +190,22 @@ class Writes(Observer):
     def _note(self, span: Span, written: list[int], values: list[Tensor]) -> None:
         if span.layout.shards == 1:
             return
-        mark = self._context.marks.get(_MARK, 0)
         for index, found in zip(written, _prints(values)):
             name = span.name_of(index)
-            mark += _mark(name, found) - _mark(name, self._edits.get(name))
+            self._mark += _mark(name, found) - _mark(name, self._edits.get(name))
             self._edits[name] = found
-        self._context.marks[_MARK] = mark
 
-    def marks_differ(self) -> None:
+    def tell(self) -> list[int]:
+        mark = self._mark & _MOST
+        return [mark, _MOST - mark]
+
+    def told(self, values: Sequence[int]) -> None:
+        """
+        Raises:
+            RankMismatchError: the ranks have made different edits.
+        """
+        if values[0] == _MOST - values[1]:
+            return
         everyone: list[dict[str, list[int]]] = self._context.wire.exchange(self._edits)
         for rank, theirs in enumerate(everyone):
             for name in dict.fromkeys([*everyone[0], *theirs]):
@@ -204,10 +220,9 @@ def _refuse(name: str, rank: int) -> NoReturn:
     )
 
 
-def _counter(param: Tensor) -> int:
+def _versions(unit: Unit) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():
-        count: int = _version(param)
-        return count
+        return list(map(_version, unit.params))
 
 
 def _mark(name: str, found: list[int] | None) -> int:

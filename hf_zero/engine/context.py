@@ -35,7 +35,6 @@ class Context:
         layout: of all units; integers only.
         plan: what is stored where, and what it costs.
         units: in registration order.
-        marks: by observer, a number that is the same on every rank as long as user code does the same on every rank.
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
@@ -55,7 +54,6 @@ class Context:
     layout: Layout
     plan: Plan
     units: list[Unit] = field(default_factory=list)
-    marks: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
     is_stepping: bool = False
     has_updated: bool = False

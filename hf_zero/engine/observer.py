@@ -26,9 +26,7 @@ EVENTS = (
     "unit_reduced",
     "before_save",
     "after_load",
-    "writes_dropped",
     "master_read",
-    "marks_differ",
     "sharded_read",
     "data_read",
     "data_assigned",
@@ -55,11 +53,8 @@ class Observer:
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`, `after_load()`.
-    All ranks:
-        `marks_differ()`: ranks have other sums of `Context.marks`. On every rank, at the end of a backward.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
-        `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
@@ -98,9 +93,7 @@ class Events:
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
     after_load: list[Callable[[], None]]
-    writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
-    marks_differ: list[Callable[[], None]]
     sharded_read: list[Callable[..., None]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]

@@ -65,9 +65,10 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        values = raw_data(self)
         for event in self._zero_place.span.events.data_read:
             event(self)
-        return raw_data(self)
+        return values
 
     @data.setter
     def data(self, values: Tensor) -> None:

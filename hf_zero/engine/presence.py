@@ -15,7 +15,6 @@ from .span import Span
 from .unit import Unit
 
 Flags = list[bool]
-_MOST = 0x7FFFFFFF
 
 
 class Presence:
@@ -43,22 +42,16 @@ class Presence:
         changed = [flags != before for flags, before in zip(mine, self._mine)]
         events = self._context.events
         told = [tell() for tell in events.tell]
-        mark = sum(self._context.marks.values()) & _MOST
         found = self._context.wire.start_maximum(
             [
                 *map(int, late),
                 *map(int, changed),
                 *(value for values in told for value in values),
-                mark,
-                _MOST - mark,
                 self._context.severity,
             ],
             at_end=True,
         )()
         self._context.raise_failures("backward", found.pop())
-        if found.pop() != _MOST - found.pop():
-            for event in events.marks_differ:
-                event()
         start = 2 * len(units)
         for hear, values in zip(events.told, told):
             hear(found[start : start + len(values)])

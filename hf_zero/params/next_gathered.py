@@ -147,7 +147,7 @@ class _Group:
         self.hold.end(kept)
         for unit in self._apart:
             unit.is_apart = False
-            for event in self.context.events.writes_dropped:
+            for event in self.context.events.unit_unsharded:
                 event(unit)
 
 
