@@ -100,7 +100,6 @@ class Presence:
             present = [False] * len(present)
         if present != bucket.present:
             bucket.present = present
-<<<<<<< HEAD
             self.fit(span)
         for segment in span.segments:
             segment.is_cleared = False
@@ -112,14 +111,6 @@ class Presence:
         present = bucket.present
         if not any(present):
             bucket.grad = None
+            bucket.count_grad()
         elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
             self._split(span)
-=======
-            if not any(present):
-                bucket.grad = None
-                bucket.count_grad()
-            elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
-                self._split(span)
->>>>>>> next
-        for segment in span.segments:
-            segment.show_grad()
