@@ -104,6 +104,7 @@ if os.environ.get("HF_ZERO_NEXT"):  # development only
     _NAMES["runtime.engine"] = ("on_preemption",)
     _NAMES["params.next_gathered"] = _NAMES.pop("params.gathered")
     _NAMES["params.next_access"] = _NAMES.pop("params.access")
+    _NAMES["params.next_init"] = _NAMES.pop("params.init")
     del _NAMES["runtime.shard"]
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

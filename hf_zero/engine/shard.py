@@ -27,7 +27,7 @@ from .context import Context
 from .engine import Engine
 from .observer import Events, Observer
 from .optimizer import bind, originals_of
-from .parameter import place_of
+from .parameter import place_of, source_of
 
 Made = TypeVar("Made", bound=Engine)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -91,7 +91,8 @@ def shard(
         specs = specs_of(drafter, originals)
     agree.same_structure(wire, config, mixed_precision, specs, originals, drafter.names)
     wire.open_groups()
-    agree.same_values(wire, ((names[0], param.detach()) for param, names in drafter.names.items()), fingerprint)
+    created = {param: names[0] for param, names in drafter.names.items() if source_of(param) is None}
+    agree.same_values(wire, ((name, param.detach()) for param, name in created.items()), fingerprint)
 
     shards = config.shards(wire.size)
     policy = config.policy_for(wire.size)

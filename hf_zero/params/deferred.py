@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,6 +58,8 @@ class Deferred:
     Attributes:
         label: what it is called in errors. `print`: the digest of the full values that this rank saw last.
         is_used: a function was given it since it was registered. Before, its memory may hold anything.
+        is_compared: closing takes a digest.
+        session: the `Init` that gave it its label.
         pins: `GatheredParameters` that need it open.
     """
 
@@ -75,16 +76,22 @@ class Deferred:
         self.own = own if origin is None else origin[self._mine(origin.numel())]
         self.is_open = self.own is None
         self.device = device or (own.device if own is not None else torch.device("cpu"))
-        self.label, self.print = "a parameter", None
-        self.is_used, self.pins = False, 0
+        self.label = "a parameter"
+        self.print: int | None = None
+        self.is_used, self.is_compared, self.pins = False, True, 0
+        self.session: object = None
         self._stored: DiskArray | None = None
         self._strides: tuple[int, ...] | None = None  # of a parameter that is not row-major
         self._alias: Tensor | None = None
         """Full memory of the closed parameter that user code still refers to, and may write."""
-        self.print: int | None
 
     def _mine(self, numel: int) -> slice:
         return slice(*slice_bounds(numel, self.wire.rank, self.wire.size))
+
+    @property
+    def files(self) -> OnDisk | None:
+        """All elements, where nothing was written since they were found in files."""
+        return self.origin
 
     @property
     def at_rest(self) -> bool:
@@ -143,7 +150,7 @@ class Deferred:
             if self.is_open:
                 param.data.copy_(value)
             else:
-                value = value.detach().to(device=self.device, dtype=param.dtype)
+                value, self._alias = value.detach().to(device=self.device, dtype=param.dtype), None
                 self._keep(value, value.reshape(-1)[self._mine(value.numel())].clone())
 
     @torch.no_grad()
@@ -156,6 +163,7 @@ class Deferred:
                 param.data.copy_(flat.view(param.shape))
             else:
                 self.own, self.origin = self._put_away(self.values().clone().copy_(values)), None
+                self._alias = None
             self.print = OWN
 
     # Between closed and open ------------------------------------------------------------------------------------------
@@ -198,7 +206,9 @@ class Deferred:
             if keep or self.own is None:
                 part = whole.reshape(-1)[self._mine(whole.numel())]
                 self._keep(whole, part if self.wire.size == 1 else part.clone())
-                self._strides = None if whole.is_contiguous() else tuple(torch.empty_like(whole, device="meta").stride())
+                self._strides = (
+                    None if whole.is_contiguous() else tuple(torch.empty_like(whole, device="meta").stride())
+                )
                 self.device = whole.device
             self.is_open = False
             show_closed(param, whole.shape, whole.dtype, self.device)
@@ -208,7 +218,7 @@ class Deferred:
 
     def _keep(self, whole: Tensor, part: Tensor) -> None:
         self.own, self.origin = self._put_away(part), None
-        if self.wire.size > 1:
+        if self.wire.size > 1 and self.is_compared:
             self.print = digest(whole.reshape(-1))
 
     def _put_away(self, part: Tensor) -> Values:
@@ -384,8 +394,10 @@ def needs_values(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__set__" and getattr(func.__self__, "__name__", "") == "grad":
         return False
-    return name not in _NEED_NO_VALUES and not (name == "__get__" and _attribute(func) == "grad") and not (
-        reads_no_values(func)
+    return (
+        name not in _NEED_NO_VALUES
+        and not (name == "__get__" and _attribute(func) == "grad")
+        and not (reads_no_values(func))
     )
 
 
@@ -582,9 +594,3 @@ def check_ready(model: nn.Module) -> None:
             mine.append(Seen(f"parameter {name!r}", deferred.print, deferred.is_used))
     if wire is not None:
         check_equal(wire, "zero.shard of a model built under zero.Init", mine, unused=True)
-
-
-def note_write(deferred: Deferred, what: str, *, overwrites: bool) -> None:
-    """`what` was done to the parts of all ranks, in place of the full values."""
-    before = None if overwrites else deferred.print
-    deferred.print = zlib.crc32(f"{before} {what}".encode())

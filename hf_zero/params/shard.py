@@ -11,6 +11,7 @@ from .. import compat, diagnostics
 from ..config import ZeroConfig
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
+from .deferred import check_ready
 from .engine import Engine
 
 
@@ -28,6 +29,7 @@ def shard(
     As `hf_zero.engine.shard`, with the observers of `compat` and `diagnostics`.
     """
     config = config or ZeroConfig()
+    check_ready(model)
     observers = [*compat.observers(), *diagnostics.observers(config)]
     return shard_core(
         model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, kind=Engine, **options
