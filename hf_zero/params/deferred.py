@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -190,6 +191,7 @@ class Deferred:
                     whole.copy_(self.full(shape))
             param.__class__ = nn.Parameter
             param.data = whole
+            copy_deferred(param)
         self._alias, self.is_open = None, True
 
     @torch.no_grad()
@@ -300,6 +302,7 @@ class Deferred:
     def end(self, param: nn.Parameter) -> None:
         """An engine has the values."""
         param.__class__ = nn.Parameter
+        param.__dict__.pop("__deepcopy__", None)
         set_source(param, None)
         self._unstore()
 
@@ -322,7 +325,19 @@ def show_closed(param: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, d
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     with _plain():
         param.data = torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+    param.__dict__.pop("__deepcopy__", None)
     param.__class__ = DeferredParameter
+
+
+def copy_deferred(param: nn.Parameter) -> None:
+    """Let copies of an open parameter be deferred, too: a copied module registers nothing."""
+    reference = weakref.ref(param)  # copies of attributes must not keep the parameter
+
+    def __deepcopy__(memo: dict[int, Any]) -> nn.Parameter:
+        param: Any = reference()
+        return DeferredParameter.__deepcopy__(param, memo)
+
+    param.__dict__["__deepcopy__"] = __deepcopy__
 
 
 def born(
@@ -449,6 +464,8 @@ class DeferredParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if is_first and name in ("__repr__", "__format__"):
                 return f"Parameter(deferred, shape={tuple(first.shape)}, dtype={first.dtype})"
+            if name == "untyped_storage":
+                return torch.UntypedStorage(first.element_size(), device="meta")  # no elements, and no address
             if is_first and (name in _LAYOUT or name.endswith("_like")):
                 if name not in _LAYOUT:
                     options.setdefault("device", first.device)

@@ -43,6 +43,7 @@ from .deferred import (
     EnteredMode,
     Seen,
     check_equal,
+    copy_deferred,
     deferred_of,
     entered_mode,
     is_new_parameter,
@@ -248,6 +249,7 @@ class Init:
         # Before a function is given it, its memory may never have been written: `fast` takes no digest of it.
         deferred.is_compared = not self._is_fast
         set_source(param, deferred)
+        copy_deferred(param)
         self._note(deferred, label)
         self._open[id(param)] = (param, deferred)
         self._note_peak()
