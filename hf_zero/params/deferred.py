@@ -112,7 +112,7 @@ class Deferred:
             raise StateError("the part of a parameter was asked for while it is open")
         return fetch(self.own).to(self.device)
 
-    def part_of(self, param: nn.Parameter) -> Tensor:
+    def slice_of(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements, open or closed."""
         with _plain():
             return param.detach().reshape(-1)[self._mine(param.numel())] if self.is_open else self.values()
@@ -286,7 +286,7 @@ class Deferred:
                 "model is sharded. Copy inside `with zero.Init():`, or build the second model there"
             )
         self.follow(param)
-        own = None if self.at_rest else self.part_of(param).clone()
+        own = None if self.at_rest else self.slice_of(param).clone()
         made = Deferred(self.wire, own, device=self.device, origin=self.origin, store=self._store)
         made.label, made.is_used, made.print = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.print
         return closed(made, param.shape, param.dtype, param.requires_grad)

@@ -169,7 +169,7 @@ def local_parameter(param: nn.Parameter) -> Tensor:
     """Return this rank's elements of a parameter, a copy: the master's, float32."""
     deferred = deferred_of(param)
     if deferred is not None:
-        return deferred.part_of(param).clone()
+        return deferred.slice_of(param).clone()
     holder = _holder(param, "local_parameter")
     _settle(holder)
     return holder.here(lambda here: holder.span.values(here.start, here.stop - here.start), _master(holder)).clone()
@@ -207,7 +207,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
     what = "set_local_parameter"
     deferred = deferred_of(param)
     if deferred is not None:
-        _fit(deferred.part_of(param).numel(), value, what)
+        _fit(deferred.slice_of(param).numel(), value, what)
         deferred.put_own(param, value.detach())
         return
     holder = _holder(param, what)

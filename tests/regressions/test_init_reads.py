@@ -466,23 +466,3 @@ def adapted(rank: int, world: int, base: str, kind: str, tier: str, folder: str)
 def test_adapters_made_of_deferred_weights(two: RankPool, tmp_path: Path, kind: str, tier: str) -> None:
     tiny_llama().save_pretrained(tmp_path / "base")
     two.run(adapted, str(tmp_path / "base"), kind, tier, str(tmp_path))
-
-
-def from_placeholder(rank: int, world: int) -> None:
-    """Code that torch functions do not reach has made a trained parameter of a placeholder."""
-    model = nn.Sequential(layer(), nn.Linear(6, 6))
-    with torch.no_grad():
-        model[1].bias = nn.Parameter(torch.zeros(6).new_tensor(model[0].bias))
-    with pytest.raises(zero.StateError, match=r"'1\.bias' holds NaN.*zero\.Init"):
-        zero.shard(model, torch.optim.SGD(model.parameters(), 0.1))
-    if rank == 0:
-        model[1].bias = nn.Parameter(torch.zeros(6))
-    error = zero.RankMismatchError if rank == 0 else zero.StateError
-    with pytest.raises(error, match=r"'1\.bias' holds NaN"):
-        zero.shard(model, torch.optim.SGD(model.parameters(), 0.1))
-    model[1].bias = nn.Parameter(torch.zeros(6))
-    zero.shard(model, torch.optim.SGD(model.parameters(), 0.1))
-
-
-def test_a_trained_parameter_made_of_a_placeholder_is_refused(two: RankPool) -> None:
-    two.run(from_placeholder)
