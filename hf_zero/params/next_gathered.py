@@ -66,16 +66,16 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         outer = {id(param) for context in self._open for group in context._groups for param in group.params}
-        found: dict[object, list[nn.Parameter]] = {}
+        found: dict[int, tuple[Context | None, list[nn.Parameter]]] = {}
         with torch._C.DisableTorchFunction():
             for param in self._params:
                 place, deferred = place_of(param), deferred_of(param)
                 if id(param) not in outer and (place is not None or deferred is not None):
-                    found.setdefault(None if place is None else place.unit.context, []).append(param)
+                    context = None if place is None else place.unit.context
+                    found.setdefault(id(context), (context, []))[1].append(param)
             try:
-                for context, params in found.items():
-                    sharded = isinstance(context, Context)
-                    group = _Sharded(context, params) if sharded else _Created(params)  # type: ignore[arg-type]
+                for context, params in found.values():
+                    group = _Created(params) if context is None else _Sharded(context, params)
                     group.check_rank(self._modifier_rank)
                     self._groups.append(group)
                     group.begin()
