@@ -377,8 +377,6 @@ class Run:
             weights = _next_weights(each) if each.engine is not None and NEXT else each.plain.state_dict()
             found[f"weights {number}"] = {k: v.clone() for k, v in weights.items()} if self.rank == 0 else {}
             for at, optimizer in enumerate(each.optimizers):
-                if NEXT and "state_dict" not in optimizer.__dict__:
-                    continue
                 state = optimizer.state_dict()
                 if self.rank == 0:
                     found[f"state {number} {at}"] = _flat_state(state)

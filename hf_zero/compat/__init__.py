@@ -6,10 +6,25 @@ Delete a file and its line in `observers`, and exactly the programs of its kind 
 from __future__ import annotations
 
 from ..engine.observer import Observer
+from .buffers import Buffers
+from .freezing import Freezing
 from .gradients import Gradients
+from .on_demand import OnDemand
+from .preemption import Preemptions
+from .state_dicts import StateDicts
+from .transforms import Transforms
 from .writes import Writes
 
 
 def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
-    return [Gradients(), Writes()]
+    return [
+        Transforms(),
+        OnDemand(),
+        Freezing(),
+        Buffers(),
+        Gradients(),
+        Preemptions(),
+        StateDicts(),
+        Writes(),
+    ]

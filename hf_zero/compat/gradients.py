@@ -19,7 +19,7 @@ from ..engine.clipping import over_ranks, power_sum, power_sums
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
-from ..engine.parameter import Place, place_of, set_raw_grad
+from ..engine.parameter import Place, place_of, raw_grad, set_raw_grad
 from ..engine.segments import Segment
 from ..engine.span import Span
 from ..errors import StateError
@@ -108,7 +108,7 @@ class Gradients(Observer):
         if isinstance(grad, DistributedGrad):
             if grad is self._shown.get(place):
                 return True  # `param.grad *= 2`
-            grad = grad.clone()
+            grad = grad.plain().clone()
         _check_shape(grad, param.shape, span.name_of(index))
         if bucket.grad is None and bucket.has_local:  # this rank's own, to be reduced
             held = bucket.held(index)
@@ -117,9 +117,13 @@ class Gradients(Observer):
             set_raw_grad(param, grad.to(param.dtype) if held is None else None)
             return True
         self._make_ready(span)
+        self.forget_values()
+        part = span.part_of(index)
+        here = slice(0, 0) if part is None else part.here
+        values = grad.detach().reshape(-1)[slice(0, 0) if part is None else part.there].to(span.master_dtype)
+        read(self._wire, lambda: bucket.write(here, values), may_fail=span.context.storage.uses_disk)
         bucket.present[index] = bucket.arrived[index] = True
         self._changed.setdefault(span, set()).discard(index)
-        OfParameter(self, place).write(grad.detach())
         return True
 
     def segment_grad_assigned(self, segment: Segment, grad: Tensor | None) -> bool:
@@ -128,7 +132,7 @@ class Gradients(Observer):
         if isinstance(grad, DistributedGrad):
             if grad is self._shown.get(segment):
                 return True
-            grad = grad.clone()
+            grad = grad.plain().clone()
         if grad is None and not self._has_grad(segment):
             return True
         bucket = segment.span.bucket
@@ -195,6 +199,8 @@ class Gradients(Observer):
 
     def settle(self) -> None:
         """Optimizers see what was assigned to `.grad` of parameters."""
+        if not self._is_shared:
+            self._take_replaced()
         changed, self._changed = self._changed, {}
         for span, cleared in changed.items():
             span.unit.wait_for_step()
@@ -205,6 +211,18 @@ class Gradients(Observer):
             self._engine.fit_segments(span)
         if changed:
             self._report(True)
+
+    def _take_replaced(self) -> None:
+        """Copy plain gradients of the groups that were given other memory: `param.grad.data = values`."""
+        for span in self._engine.trained:
+            grad = span.bucket.grad
+            if not isinstance(grad, Tensor) or span.tier is not Tier.DEVICE:
+                continue
+            for segment in span.segments:
+                raw = raw_grad(segment.tensor)
+                if raw is not None and raw.data_ptr() != grad[segment.here].data_ptr():
+                    span.bucket.write(segment.here, raw.reshape(-1))
+                    segment.show_grad()
 
     def ready(self, source: Source, span: Span, what: str) -> None:
         """

@@ -13,7 +13,7 @@ The ranks make the same edits. A digest of all edits is part of the agreement th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +38,14 @@ class Writes(Observer):
 
     def attach(self, engine: Engine) -> None:
         self._context, self._units = engine.context, engine.units
-        self._versions = [_versions(unit) for unit in self._units]
+        self._starts: dict[Span, int] = {}
+        """By span, the index of its first parameter in its unit's `params`."""
+        for unit in self._units:
+            start = 0
+            for span in unit.spans:
+                self._starts[span] = start
+                start += len(span.params)
+        self._versions = [_versions(unit.params) for unit in self._units]
         self._totals = [sum(versions) for versions in self._versions]
         self._marked: dict[Unit, dict[Span, dict[int, list[int]]]] = {}
         """By unit and span, parameters whose `data` was read, with digests of their values."""
@@ -78,6 +85,11 @@ class Writes(Observer):
         for span, found in self._marked.get(unit, {}).items():
             found.update(zip(found, _digests(span, found)))
 
+    def writes_dropped(self, unit: Unit) -> None:
+        self._see(unit)
+        for span, found in self._marked.get(unit, {}).items():
+            found.update(zip(found, _digests(span, found)))
+
     def master_read(self, span: Span) -> None:
         if self._is_readable(span.unit):
             self._find(span.unit)
@@ -97,10 +109,14 @@ class Writes(Observer):
         place = place_of(param)
         if place is None:
             return
-        span = place.span
+        span, unit = place.span, place.unit
+        # The assigned values replace what was written in place before.
+        at, now = self._starts[span] + place.index, _versions([span.params[place.index]])[0]
+        self._totals[unit.index] += now - self._versions[unit.index][at]
+        self._versions[unit.index][at] = now
         self._refuse_late(span, [place.index])
         self._note(span, [place.index], [values])
-        marked = self._marked.get(place.unit, {}).get(span, {})
+        marked = self._marked.get(unit, {}).get(span, {})
         if place.index in marked:
             marked.update(zip([place.index], _digests(span, [place.index])))
         if span.codec is not None and span.is_readable:
@@ -109,7 +125,7 @@ class Writes(Observer):
     # What -------------------------------------------------------------------------------------------------------------
 
     def _is_readable(self, unit: Unit) -> bool:
-        return (not self._context.frees or unit.state is State.GATHERED) and not getattr(unit, "is_held", False)
+        return not self._context.frees or unit.state is State.GATHERED
 
     def _find_all(self) -> None:
         for unit in self._units:
@@ -127,8 +143,8 @@ class Writes(Observer):
 
     def _find_counted(self, unit: Unit) -> None:
         before, now = self._versions[unit.index], self._see(unit)
-        start = 0
         for span in unit.spans:
+            start = self._starts[span]
             stop = start + len(span.params)
             written = [at for at, (old, new) in enumerate(zip(before[start:stop], now[start:stop])) if old != new]
             if written:
@@ -136,7 +152,6 @@ class Writes(Observer):
                 marked = self._marked.get(unit, {}).get(span, {})
                 both = [index for index in written if index in marked]
                 marked.update(zip(both, _digests(span, both)))
-            start = stop
 
     @staticmethod
     def _total(unit: Unit) -> int:
@@ -145,7 +160,7 @@ class Writes(Observer):
 
     def _see(self, unit: Unit) -> list[int]:
         """Writes up to now are known."""
-        now = self._versions[unit.index] = _versions(unit)
+        now = self._versions[unit.index] = _versions(unit.params)
         self._totals[unit.index] = sum(now)
         return now
 
@@ -196,15 +211,16 @@ class Writes(Observer):
             self._edits[name] = found
 
     def tell(self) -> list[int]:
+        """Return a number that is the same on every rank where the same was written, and its complement."""
         mark = self._mark & _MOST
         return [mark, _MOST - mark]
 
-    def told(self, values: Sequence[int]) -> None:
+    def told(self, highest: list[int]) -> None:
         """
         Raises:
-            RankMismatchError: the ranks have made different edits.
+            RankMismatchError: ranks wrote other values.
         """
-        if values[0] == _MOST - values[1]:
+        if sum(highest) == _MOST:
             return
         everyone: list[dict[str, list[int]]] = self._context.wire.exchange(self._edits)
         for rank, theirs in enumerate(everyone):
@@ -220,9 +236,9 @@ def _refuse(name: str, rank: int) -> NoReturn:
     )
 
 
-def _versions(unit: Unit) -> list[int]:
+def _versions(params: Iterable[Tensor]) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_version, unit.params))
+        return list(map(_version, params))
 
 
 def _mark(name: str, found: list[int] | None) -> int:

@@ -135,7 +135,7 @@ class DistributedGrad(Tensor):
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name: str = func._schema.name.removeprefix("aten::")
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if "out" in kwargs:
         raise StateError(f"{name}(out=...) does not take a sharded gradient. Use its result, or an in-place operation")
     if name == "_foreach_norm":

@@ -18,6 +18,7 @@ from ..engine.unit import State, Unit
 from ..errors import NumericsError
 from .differences import ranks_text
 
+_PART_NUMEL = 1 << 20
 _MOST = 32
 """Sightings that are kept: what follows the first helps nobody."""
 
@@ -172,7 +173,7 @@ class Finite(Observer):
             if span.bucket.factor is not None and kind_of(span.bucket.factor):
                 yield f"what clipping multiplies the gradient of {span.name_of(0)!r} with is not finite"
             else:
-                yield from _bad(((span, start, part) for start, part in span.bucket.parts()), "the gradient of ")
+                yield from _bad(_reduced(span), "the gradient of ")
 
     def _refuse(self, mine: str | None, why: Callable[[Sequence[Sequence[Sighting]]], str]) -> None:
         told = self._wire.exchange((mine, self.sightings.seen[:2]))
@@ -236,6 +237,16 @@ def _look_at_gradients(sightings: Sightings, what: str, grads: tuple[Tensor | No
     kind = kind_in(grads)
     if kind is not None:
         sightings.add("backward", f"{what} {kind}")
+
+
+def _reduced(span: Span) -> Iterator[tuple[Span, int, Tensor]]:
+    """The reduced gradient in parts: first element, values."""
+    grad = span.bucket.grad
+    if isinstance(grad, Tensor):
+        yield span, 0, grad
+    elif grad is not None:
+        for start in range(0, span.local_numel, _PART_NUMEL):
+            yield span, start, span.bucket.read(slice(start, min(start + _PART_NUMEL, span.local_numel)))
 
 
 def _bad(parts: Iterable[tuple[Span, int, Any]], what: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ _ROW_NUMEL = 4096
 _PART_NUMEL = 1 << 20
 """Elements of a gradient on disk that are in memory at a time; whole rows."""
 
-Parts = Mapping[Span, Sequence[slice]]
+Parts = dict[Span, list[slice]]
 """By span, elements of this rank's slice, in order. The same spans on every rank."""
 
 

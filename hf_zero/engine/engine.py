@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.wire import Traffic
+from ..checkpoint.behind import Saves
+from ..checkpoint.save import Saving
+from ..checkpoint.weights import Stateful
+from ..comm.agree import read
+from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
-from ..errors import LayoutError, StateError
+from ..core.precision import Precision
+from ..errors import ConfigError, LayoutError, StateError, ZeroError
+from ..tiers.tier import Tier
+from . import weighing
+from .bound import Bound
 from .build import give_back
 from .clipping import Parts, clip_norm, clip_value
 from .context import Context
 from .graph import backward_id
 from .host_step import Stepper
 from .observer import Observer
-from .optimizer import Binding, StepWrapper
+from .optimizer import Binding
+from .optimizer_dict import unbind
+from .optimizer_state import whole_states
 from .parameter import place_of, set_raw_grad
+from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
+from .saving import load, outline, save
 from .schedule import Schedule
+from .segments import Segment
 from .span import Span
 from .unit import Unit
 from .unsharded import Hold, same_on_all_ranks
@@ -47,6 +61,9 @@ class Engine:
         self.model, self.units, self._wire, self.events = context.model, context.units, context.wire, context.events
         self.schedule = Schedule(context, self._after_sync)
         self.stepper = Stepper(context, bindings, self.schedule) if context.config.offload_optimizer != "none" else None
+        self.saves = Saves(self._wire)
+        is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
+        self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -54,8 +71,8 @@ class Engine:
             cast = {param for span in spans for param in span.params}
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
-        for binding in bindings:
-            self._take_methods(binding)
+        self._bound = Bound(self, bindings)
+        self._undo.append(self._bound.detach)
         for observer in context.events.observers:
             observer.attach(self)
             self._undo.append(observer.detach)
@@ -65,6 +82,19 @@ class Engine:
     @property
     def config(self) -> ZeroConfig:
         return self.context.config
+
+    @property
+    def precision(self) -> Precision:
+        return self.context.precision
+
+    @property
+    def wire(self) -> SoloWire:
+        """How the ranks communicate."""
+        return self._wire
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return small Python values of all ranks, in rank order. A collective."""
+        return self._wire.exchange(value)
 
     @property
     def rank(self) -> int:
@@ -88,19 +118,10 @@ class Engine:
     def trained(self) -> list[Span]:
         return [span for unit in self.units for span in unit.trained]
 
-    def _take_methods(self, binding: Binding) -> None:
-        optimizer = binding.optimizer
-        self._undo.append(StepWrapper(binding, self._before_step, self._after_step, self._step_failed).remove)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            self.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
-
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def _after_sync(self) -> None:
+        self._bound.follow_groups()
         self._presence.agree()
 
     def fit_segments(self, span: Span) -> None:
@@ -132,49 +153,88 @@ class Engine:
         finally:
             schedule.sync, schedule.defers = before
 
+    def total_weight(self, weight: float | Tensor) -> float:
+        """Return the sum of all ranks' `weight`, for `weigh`. Ranks without samples give 0. A collective.
+
+        Raises:
+            ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0.
+        """
+        with self._wire.watch.doing("total_weight()"):
+            return weighing.over_ranks(self._wire, weight)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
+        """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
+
+        Every rank runs as many forwards and backwards. One without samples runs any batch with weight 0.
+
+        Args:
+            loss: the (weighted) mean over this rank's samples, 0-dim.
+            weight: what these samples weigh together: their number, their tokens, or the sum of their weights.
+            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: this is
+                the step's only backward; a collective then.
+
+        Raises:
+            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
+
+        Example:
+            >>> engine.weigh(model(**batch).loss, weight=len(batch["input_ids"])).backward()
+        """
+        problem = weighing.is_loss(loss)
+        if total is None:
+            with self._wire.watch.doing("weigh()"):
+                total = weighing.over_ranks(self._wire, weight, problem)
+        elif problem is not None:
+            raise ConfigError(problem)
+        return weighing.scaled(loss, weight, total, self.world_size)
+
+    @contextmanager
+    def own_buffers(self) -> Iterator[None]:
+        """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
+        before, self.context.keeps_buffers = self.context.keeps_buffers, True
+        try:
+            yield
+        finally:
+            self.context.keeps_buffers = before
+
     # Step -------------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, binding: Binding) -> None:
-        if self.schedule.in_backward:
-            self.schedule.recover()
-        if self.schedule.in_backward:
-            raise StateError(
-                "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
-            )
-        self.context.check()
-        self.context.refuse_unsharded("optimizer.step()")
-        self._wire.watch.phase = "optimizer.step()"
-        self.schedule.flush()
-        if self.schedule.lost is not None:
-            raise StateError(f"optimizer.step(): {self.schedule.lost}. Call zero_grad() and repeat the step")
-        for event in self.events.before_step:
-            event(binding.optimizer)
-        self.schedule.quiesce()
-        if self.stepper is not None:
-            self.stepper.prepare(binding)
+    def bind(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        """Bind an optimizer, or optimizers, over the model's parameters. A collective.
 
-    def _after_step(self, binding: Binding) -> None:
-        if self.stepper is not None:
-            self.stepper.begin(binding)
-        self.refresh(binding.spans)
-        if not self.context.frees:
-            self.context.raise_failures("optimizer.step()")
-        self._wire.watch.step += 1
-        self.schedule.stepped()
-        for event in self.events.after_step:
-            event(binding.optimizer)
+        Args:
+            optimizer: one joins those that are bound, in the place of those that have one of its parameters. A list takes the
+                place of all. Optimizers that were bound keep their state.
 
-    def _step_failed(self, binding: Binding, reason: str) -> None:
-        self.context.failure = reason
+        Raises:
+            LayoutError: parameters that it cannot have.
+            UnsupportedOptimizerError: it cannot step over a sharded model.
+            RankMismatchError: other ranks bind other optimizers.
+        """
+        self._bound.bind(optimizer)
 
     @torch.no_grad()
-    def refresh(self, spans: list[Span] | None = None) -> None:
-        """The masters of these spans (None: all) were written: full parameters are gathered again where they stay.
+    def refresh(self, spans: Sequence[Span] | None = None) -> None:
+        """The masters of these spans were written: full parameters that the stage keeps are gathered again. A collective.
 
-        A collective.
+        Args:
+            spans: None: any span, also offloaded ones, whose copies for gathers are written, too.
+
+        Raises:
+            TierError: a rank could not read or write.
         """
         if spans is None:
             spans = [span for unit in self.units for span in unit.spans]
+
+            def publish() -> None:
+                for span in spans:
+                    span.publish()
+
+            self.schedule.quiesce()
+            if not self.context.frees:  # what this rank's parts of full parameters show is no write of user code
+                for unit in self.units:
+                    for event in self.events.writes_dropped:
+                        event(unit)
+            read(self._wire, publish, may_fail=self.context.storage.uses_disk)
         by_unit: dict[Unit, list[Span]] = {}
         chosen = set(map(id, spans))
         for unit in self.units:
@@ -255,9 +315,11 @@ class Engine:
         """By span, which elements of its slice belong to these parameters, or to segments of them."""
         if parameters is None:
             return {span: [slice(0, span.local_numel)] for span in self.trained}
-        found: Parts = {span: [] for span in self.trained}
+        found: dict[Span, list[slice]] = {span: [] for span in self.trained}
         wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        segments = {segment.tensor: segment for span in self.trained for segment in span.segments}
+        segments: dict[Tensor, Segment] = {
+            segment.tensor: segment for span in self.trained for segment in span.segments
+        }
         for param in wanted:
             place, segment = place_of(param), segments.get(param)
             if segment is not None:
@@ -302,6 +364,8 @@ class Engine:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        for event in self.events.before_unsharded:
+            event()
         context.is_unsharded = True
         try:
             yield
@@ -310,23 +374,168 @@ class Engine:
             context.is_unsharded = False
             hold.end(hold.written())
 
+    # Values from outside ----------------------------------------------------------------------------------------------
+
+    def quiesce(self) -> None:
+        """Before masters are read or written from outside: they have the values of one step, and nothing is gathered.
+
+        Raises:
+            StateError: an optimizer's step was left half done.
+            TierError: a rank could not read or write.
+        """
+        self.schedule.quiesce()
+        self.finish_step()
+        for event in self.events.before_save:
+            event()
+
+    def finish_step(self) -> None:
+        """Return when no thread updates masters behind `optimizer.step()`.
+
+        Raises:
+            StateError: a step was left half done.
+            TierError: a rank could not read or write.
+        """
+        self.wait_for_steps()
+        self.context.raise_failures("an optimizer's step over offloaded state")
+        self.context.check()
+
+    def reset(self) -> None:
+        """Forget what an exception left half-way: local gradients and transfers. The next forward does so, too."""
+        self.schedule.recover()
+
+    def forget_failure(self) -> None:
+        """All masters and states were loaded: a step that was left half done does not matter any more."""
+        self.context.forget_failure()
+        if self.stepper is not None:
+            self.stepper.forget()
+
+    def outline(self) -> dict[str, Any]:
+        """Return `model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
+        return outline(self.context)
+
+    # Optimizer state --------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
+        """Return what a checkpoint writes and fills of an optimizer. A collective.
+
+        Raises:
+            StateError: the engine does not have this optimizer.
+        """
+        self._bound.follow_groups()
+        binding = self._bound.get(optimizer)
+        groups = zip(optimizer.param_groups, binding.originals)
+        names = self.context.names
+        named = [{**group, "params": [names[param][0] for param in params]} for group, params in groups]
+        return OptimizerPieces(binding, self._wire, named)
+
+    def group_options(self) -> list[dict[str, Any]]:
+        """Return the groups of all optimizers: their options, and under `params` the parameters' names."""
+        return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "50GB",
+        save_optimizer: bool = True,
+        objects: Mapping[str, Stateful] | None = None,
+        async_save: bool = False,
+    ) -> None:
+        """Write a checkpoint that is an ordinary model folder. All ranks write at once; nothing is gathered. A collective.
+
+        It appears as a whole: an older one in `folder` stays until then. `load` reads it at any world size and stage, and so do
+        `from_pretrained` and `safetensors.torch.load_file`.
+
+        Args:
+            max_shard_size: of one weight file, as in `save_pretrained`.
+            objects: name -> scheduler, loss scaler, data loader, …: anything with `state_dict()`; of rank 0, as JSON.
+            async_save: return when the bytes that this rank writes are copied to host memory, and write behind training. The
+                next `save` or `load`, `wait_for_save` or the exit of the process waits, and raises if it failed on any rank.
+
+        Raises:
+            CheckpointError: on every rank; names the rank, the file and the reason. `folder` is as it was.
+            StateError: an optimizer's step was left half done.
+        """
+        self.quiesce()
+        self.wait_for_save()
+        finish = self.saves.write_behind if async_save else Saving.commit
+        save(
+            self,
+            folder,
+            max_shard_size=max_shard_size,
+            save_optimizer=save_optimizer,
+            objects=objects,
+            finish=finish,
+        )
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        load_optimizer: bool | None = None,
+        objects: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+        strict: bool = True,
+    ) -> None:
+        """Read a checkpoint of any world size and stage, or a plain `from_pretrained` folder (weights only). A collective.
+
+        Args:
+            load_optimizer: None: if the checkpoint and this engine have one.
+            objects: name -> what to `load_state_dict`, as given to `save`. Random states are restored where the world size
+                is that of the save.
+            verify: compare every byte with its digest as it is read. Coverage is checked in any case.
+            strict: the folder must have every parameter and persistent buffer, nothing else, in equal shapes.
+
+        Raises:
+            CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
+        """
+        self.context.refuse_unsharded("Engine.load")
+        self.schedule.quiesce()
+        with suppress(ZeroError):  # a step that failed: everything is written again
+            self.wait_for_steps()
+        with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
+            for event in self.events.before_save:
+                event()
+        self.wait_for_save()
+        load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
+        for event in self.events.after_load:
+            event()
+
+    def wait_for_save(self) -> None:
+        """Return when the save that `async_save` left behind is complete.
+
+        Raises:
+            CheckpointError: on every rank: it failed on one.
+        """
+        self.saves.wait()
+
     # End --------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective."""
+        """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective.
+
+        Raises:
+            StateError: an optimizer's step was left half done.
+            TierError: on every rank: one could not read its values.
+        """
+        if self.model.__dict__.get(_ENGINE) is not self:
+            return
         self.context.refuse_unsharded("Engine.detach")
-        self.schedule.quiesce()
-        self.wait_for_steps()
-        self.context.raise_failures("detach()")
+        with self._wire.watch.doing("Engine.detach"):
+            self.quiesce()
+            states = [whole_states(binding, self._wire, everywhere=True) for binding in self.bindings]
+            self.zero_grad()
+            for undo in reversed(self._undo):
+                undo()
+            self._undo.clear()
+            give_back(self.context)
         if self.stepper is not None:
             self.stepper.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        give_back(self.context)
-        for binding in self.bindings:
-            for group, params in zip(binding.optimizer.param_groups, binding.originals):
-                group["params"] = list(params)
+        for binding, state in zip(self.bindings, states):
+            unbind(binding, state)
+        self.bindings = []
 
     def observer(self, kind: type[Attached]) -> Attached:
         """Return the observer of a class.

@@ -30,7 +30,7 @@ from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
-from .twin import Twin, is_elementwise
+from .twin import Twin, copied, is_elementwise
 from .unit import Unit
 
 
@@ -59,12 +59,12 @@ class Stepper:
     def __init__(self, context: Context, bindings: Sequence[Binding], schedule: Schedule) -> None:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
-        self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.trained)]
+        self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.spans)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
+        self._is_running = False  # maybe
         self._updated: set[Unit] = set()  # in this step's backward
-        self._arrays: dict[tuple[Span, str], OnDisk] = {}
         self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
         self._leaving: deque[tuple[Inflight, Tensor | None]] = deque()
         if context.config.step_in_backward:
@@ -78,8 +78,10 @@ class Stepper:
 
     def settle(self) -> None:
         """Return when no update runs."""
-        for unit in self._units:
-            unit.wait_for_step()
+        if self._is_running:
+            for unit in self._units:
+                unit.wait_for_step()
+            self._is_running = False
 
     def prepare(self, binding: Binding) -> None:
         """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
@@ -156,21 +158,29 @@ class Stepper:
             for segment in group:
                 span = segment.span
                 bucket = span.bucket
-                if span not in unit.trained or span.tier is Tier.DEVICE or bucket.grad is None:
+                if span not in unit.trained or span.tier is Tier.DEVICE:
                     continue
-                if segment.has_grad:
+                if segment.has_grad or binding.moves_all:
                     known = dict(binding.state_of(segment))
-                    pieces.append(Piece(segment, number, bucket.grad, bucket.factor, known))
+                    pieces.append(
+                        Piece(segment, number, bucket.grad if segment.has_grad else None, bucket.factor, known)
+                    )
                     arrivals.append(bucket.land)
         if not pieces:
             return
         unit.wait_for_step()
         step = UnitStep(pieces, twin, binding.optimizer, after, arrivals)
         unit.step = step
+        self._is_running = True
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
                 self._ring.announce(piece)
         self._pool.submit(self._run, step)
+
+    def forget(self) -> None:
+        """All values were loaded: what was updated in a backward does not matter any more."""
+        self._broken, self._twin = None, None
+        self._updated.clear()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -206,7 +216,8 @@ class Stepper:
         def memory(_: str, dtype: torch.dtype) -> Tensor:
             return self._storage.link.empty(segment.numel, dtype, travels=False)
 
-        master, grad = cast(Tensor, piece.span.master)[segment.here], cast(Tensor, piece.grad)[segment.here]
+        master = cast(Tensor, piece.span.master)[segment.here]
+        grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
         entries = self._update(step, piece, segment.start, master, grad, piece.known, memory)
         self._keep_state(step, piece, entries)
 
@@ -216,8 +227,8 @@ class Stepper:
         for slab in self._ring.slabs_of(piece):
             slot, numel = self._ring.next(slab), slab.stop - slab.start
             values = slot.values
-            master, grad = values.pop(MASTER), values.pop(GRAD)
-            if piece.factor is not None:
+            master, grad = values.pop(MASTER), values.pop(GRAD, None)
+            if piece.factor is not None and grad is not None:
                 grad.mul_(piece.factor)
             single = {name: value for name, value in piece.known.items() if name not in values}
 
@@ -236,21 +247,20 @@ class Stepper:
         if segment.numel:
             self._keep_state(step, piece, kept)
 
-    def _home(self, piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
-        """Where a state of a segment is stored: in one array per span, so that offsets are aligned like the master's."""
+    @staticmethod
+    def _home(piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
+        """Where a state of a segment is stored."""
         before = piece.known.get(name)
         if isinstance(before, OnDisk):
             return before
-        whole = self._arrays.get((piece.span, name))
-        if whole is None or whole.dtype != dtype:
-            whole = _on_disk(self._context.storage_tier(Tier.DISK).empty(piece.span.local_numel, dtype))
-            self._arrays[piece.span, name] = whole
-        return whole[piece.segment.here]
+        return piece.span.state_on_disk(name, dtype)[piece.segment.here]
 
     @staticmethod
     def _keep_state(step: UnitStep, piece: Piece, entries: dict[str, Any]) -> None:
         if entries:
-            step.optimizer.state[piece.segment.tensor].update(entries)
+            dict.setdefault(step.optimizer.state, piece.segment.tensor, {}).update(
+                entries
+            )  # past the guard, which waits
 
     def _update(
         self,
@@ -258,7 +268,7 @@ class Stepper:
         piece: Piece,
         start: int,
         master: Tensor,
-        grad: Tensor,
+        grad: Tensor | None,
         entries: dict[str, Any],
         memory: Callable[[str, torch.dtype], Tensor],
     ) -> dict[str, Any]:
@@ -267,37 +277,74 @@ class Stepper:
         Args:
             memory: makes memory for a new element-wise state.
         """
+        if piece.segment.is_matrix:
+            return self._update_matrix(step, piece, start, master, grad, entries, memory)
         numel, group, twin, sizes = master.numel(), piece.group, step.twin, self._storage.sizes
         width = sizes.block_numel if twin.is_fused(group) else sizes.loop_numel
-        if piece.segment.is_matrix:
-            width = max(1, numel)
         names = [name for name, value in entries.items() if is_elementwise(name, value, numel)]
-        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries) and not piece.segment.is_matrix
-        kernel = twin.kernels[group] if has_moments else None
+        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries)
+        kernel = twin.kernels[group] if has_moments and grad is not None else None
         count = entries["step"] + 1 if kernel is not None else None
         out: dict[str, Any] = {name: entries[name] for name in names}
         for low in range(0, numel, width):
             here = slice(low, min(low + width, numel))
-            values, part = master[here], grad[here]
-            if kernel is not None and count is not None:
+            values, part = master[here], None if grad is None else grad[here]
+            if kernel is not None and count is not None and part is not None:
                 kernel(values, part, entries["exp_avg"][here], entries["exp_avg_sq"][here], count)
                 self._publish(piece.span, start + low, values, step.after)
                 continue
-            shape = piece.segment.tensor.shape if piece.segment.is_matrix else values.shape
-            state = {name: _copied(value) for name, value in entries.items() if name not in names}
-            state |= {name: out[name].view(-1)[here].view(shape) for name in names}
-            for name, value in twin.step(group, values.view(shape), part.view(shape), state).items():
+            state = {name: copied(value) for name, value in entries.items() if name not in names}
+            state |= {name: out[name][here] for name in names}
+            for name, value in twin.step(group, values, part, state).items():
                 if not is_elementwise(name, value, values.numel()):
                     out[name] = value
                     continue
                 if name not in out:
-                    whole = memory(name, value.dtype)
-                    out[name] = whole.view(value.shape) if value.numel() == numel else whole
-                target = out[name].view(-1)[here]
+                    out[name] = memory(name, value.dtype)
+                target = out[name][here]
                 if target.data_ptr() != value.data_ptr():
-                    target.copy_(value.reshape(-1))
+                    target.copy_(value)
             self._publish(piece.span, start + low, values, step.after)
         return {**entries, "step": count} if kernel is not None else out
+
+    def _update_matrix(
+        self,
+        step: UnitStep,
+        piece: Piece,
+        start: int,
+        master: Tensor,
+        grad: Tensor | None,
+        entries: dict[str, Any],
+        memory: Callable[[str, torch.dtype], Tensor],
+    ) -> dict[str, Any]:
+        """Update one parameter of true shape, where the model computes: a rule over matrices is arithmetic, not traffic."""
+        shape, device, link = piece.segment.shape, self._context.device, self._storage.link
+        state = dict(entries)
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                here = value.view(shape) if value.dim() == 1 and value.numel() == master.numel() else value
+                state[name] = here.to(device)
+        with link.computing(step.after):
+            values = master.view(shape).to(device)
+            part = None if grad is None else grad.view(shape).to(device)
+            found = step.twin.step(piece.group, values, part, state)
+            if values.data_ptr() != master.data_ptr():
+                master.view(shape).copy_(values)
+            out: dict[str, Any] = {}
+            for name, value in found.items():
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    out[name] = value
+                    continue
+                home = entries.get(name)
+                if not isinstance(home, Tensor) or home.numel() != value.numel() or home.dtype != value.dtype:
+                    is_elementwise_ = value.numel() == master.numel()
+                    home = memory(name, value.dtype) if is_elementwise_ else link.empty(value.numel(), value.dtype)
+                home = home.view(value.shape)
+                if home.data_ptr() != value.data_ptr():
+                    home.copy_(value)
+                out[name] = home
+        self._publish(piece.span, start, master, step.after)
+        return out
 
     # To where gathers read ----------------------------------------------------------------------------------------------
 
@@ -337,10 +384,6 @@ class Stepper:
             without_error(move.close)
         self._leaving.clear()
         self._ring.abandon()
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _on_disk(values: Values) -> OnDisk:

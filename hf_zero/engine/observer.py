@@ -11,11 +11,13 @@ from typing import Any
 EVENTS = (
     "before_forward",
     "after_forward",
+    "before_part",
     "before_backward",
     "after_backward",
     "before_clip",
     "before_step",
     "after_step",
+    "step_paused",
     "after_zero_grad",
     "tell",
     "told",
@@ -26,7 +28,9 @@ EVENTS = (
     "unit_reduced",
     "before_save",
     "after_load",
+    "writes_dropped",
     "master_read",
+    "before_unsharded",
     "sharded_read",
     "data_read",
     "data_assigned",
@@ -34,6 +38,7 @@ EVENTS = (
     "grad_assigned",
     "segment_grad_read",
     "segment_grad_assigned",
+    "requires_grad_set",
 )
 """Methods that an `Observer` may have."""
 
@@ -43,20 +48,26 @@ class Observer:
 
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
+        `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
         `before_clip()`: the engine is about to measure, or clip, reduced gradients.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
-        `before_save()`, `after_load()`.
+        `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
     Access to a parameter from outside the engine:
+        `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
         `master_read(span)`: master weights are read, or written in part, outside a step.
-        `sharded_read(unit)`: an operation reads a parameter whose values are sharded. It may gather the unit.
+        `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
+        `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
+            forwards. It gathers the units, and returns the value of `run()`, which calls the function.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
+        `requires_grad_set(param)`: user code froze it, or lets it train again.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
@@ -78,11 +89,13 @@ class Events:
 
     before_forward: list[Callable[..., None]]
     after_forward: list[Callable[..., None]]
+    before_part: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
     before_clip: list[Callable[[], None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
+    step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
     tell: list[Callable[[], list[int]]]
     told: list[Callable[[list[int]], None]]
@@ -93,11 +106,14 @@ class Events:
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
     after_load: list[Callable[[], None]]
+    writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
-    sharded_read: list[Callable[..., None]]
+    before_unsharded: list[Callable[[], None]]
+    sharded_read: list[Callable[..., Any]]
     data_read: list[Callable[..., None]]
     data_assigned: list[Callable[..., None]]
     grad_read: list[Callable[..., Any]]
     grad_assigned: list[Callable[..., bool]]
     segment_grad_read: list[Callable[..., Any]]
     segment_grad_assigned: list[Callable[..., bool]]
+    requires_grad_set: list[Callable[..., None]]

@@ -4,14 +4,15 @@ A parameter's C++ `data` is a view of its span's buffer, always: only its class 
 
 * `ShardedParameter`: the values are readable. `data` and `grad` are Python properties over the C++ fields, so that
   reads and assignments by user code reach the observers. Operations cost what they cost for `nn.Parameter`.
-* its `released` subclass: the values are on other ranks. Every operation asks the observers to gather the unit first;
-  without an observer that can, it raises `StateError`. Reading the buffer without memory would crash the process.
+* its `released` subclass, outside the forwards of the parameter's unit: the values are on other ranks, or may be from one
+  moment to the next. An observer runs every operation that reads them, with the unit gathered; without such an observer it
+  raises `StateError`. Reading the buffer without memory would crash the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,15 +27,17 @@ if TYPE_CHECKING:
 
 _DATA: Any = torch._C.TensorBase.data
 _GRAD: Any = torch._C.TensorBase.grad
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 _METADATA = frozenset(
     {
         "size", "dim", "numel", "ndimension", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
         "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
-        "is_same_size", "is_conj", "is_neg", "dim_order", "has_names",
-        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
-        "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+        "is_same_size", "is_conj", "is_neg", "dim_order", "has_names", "is_pinned", "retain_grad", "__dir__", "is_tensor",
+        "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
+        "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "can_cast", "promote_types", "result_type",
+        "_has_compatible_shallow_copy_type", "_is_view",
     }
 )  # fmt: skip
 """Functions of a tensor that read no values."""
@@ -131,6 +134,20 @@ class ShardedParameter(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    def _set_requires_grad(self, trains: bool) -> None:
+        was = _REQUIRES_GRAD.__get__(self)
+        _REQUIRES_GRAD.__set__(self, trains)
+        if trains != was:
+            for event in self._zero_place.span.events.requires_grad_set:
+                event(self)
+
+    # The C++ getter: a read costs what it costs for `nn.Parameter`.
+    requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self._set_requires_grad(requires_grad)
+        return self
+
 
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
@@ -143,8 +160,7 @@ def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
         cls: type[Any], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not reads_no_values(func):
-            for param in _released_in((args, kwargs or {})):
-                _gather_for(param, func)
+            return _read(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -178,19 +194,39 @@ def _released_in(value: Any) -> Iterable[nn.Parameter]:
         yield from _released_in(tuple(value.values()))
 
 
-def _gather_for(param: Any, func: Any) -> None:
-    """
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of a tensor that reads parameters whose values are sharded.
+
     Raises:
-        StateError: no observer gathers the unit.
+        StateError: no observer gathers the units.
     """
-    place: Place = param._zero_place
-    for event in place.span.events.sharded_read:
-        event(place.unit)
-    if getattr(type(param), "_zero_released", False):
-        raise StateError(
-            f"{getattr(func, '__name__', func)} read {place.span.name_of(place.index)!r}, whose values are sharded over the "
-            "ranks. Read it inside zero.GatheredParameters([param]), or in the model's forward"
-        )
+    params = list(_released_in((args, kwargs)))
+
+    def run() -> Any:
+        # The plain class, and not DisableTorchFunctionSubclass: user code that runs inside keeps its torch functions.
+        set_released(params, False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for param in params:
+                place = place_of(param)
+                if place is not None and not place.unit.is_shown:
+                    set_released((param,), True)
+
+    if getattr(func, "__name__", "") == "grad":  # torch.autograd.grad: parameters tell it where gradients go
+        return run()
+    read: Callable[[], Any] = run
+    places = [place for param in params if (place := place_of(param)) is not None]
+    for events in dict.fromkeys(place.span.events for place in places):
+        if not events.sharded_read:
+            place = next(place for place in places if place.span.events is events)
+            raise StateError(
+                f"{getattr(func, '__name__', func)} read {place.span.name_of(place.index)!r}, whose values are sharded over "
+                "the ranks. Read it inside zero.GatheredParameters([param]), or in the model's forward"
+            )
+        units = list(dict.fromkeys(place.unit for place in places if place.span.events is events))
+        read = partial(events.sharded_read[0], units, func, read)
+    return read()
 
 
 # The engine's own access ----------------------------------------------------------------------------------------------

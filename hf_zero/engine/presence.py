@@ -114,3 +114,5 @@ class Presence:
             bucket.count_grad()
         elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
             self._split(span)
+        for segment in span.segments:
+            segment.show_grad()

@@ -25,8 +25,9 @@ from ..tiers.tier import Tier
 from .build import build_units, device_of, layout_for, specs_of
 from .context import Context
 from .engine import Engine
+from .groups import bind, originals_of
 from .observer import Events, Observer
-from .optimizer import bind, originals_of
+from .optimizer_kinds import kind_of
 from .parameter import place_of, source_of
 
 Made = TypeVar("Made", bound=Engine)
@@ -88,7 +89,9 @@ def shard(
         drafter = Drafter(model, precision, units=config.units)
         where = device_of(model, device)
         originals = originals_of(optimizers, drafter.names)
-        specs = specs_of(drafter, originals)
+        is_sharded = config.shards(wire.size) > 1
+        kinds = [kind_of(each, drafter.names, sharded=is_sharded, offloaded=config.offloads) for each in optimizers]
+        specs = specs_of(drafter, originals, optimizers, kinds)
     agree.same_structure(wire, config, mixed_precision, specs, originals, drafter.names)
     wire.open_groups()
     created = {param: names[0] for param, names in drafter.names.items() if source_of(param) is None}
@@ -108,7 +111,7 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers))
         build_units(context, drafter, specs, made.placements)
-    return kind(context, bind(optimizers, context, originals))
+    return kind(context, bind(optimizers, context, originals, kinds))
 
 
 def _on_disk(placement: Placement) -> bool:

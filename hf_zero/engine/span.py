@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from ..tiers.array import DiskArray, FilePieces, OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
-from .parameter import Place, adopt, original_class, raw_data, set_raw_data, source_of
+from .parameter import Place, adopt, original_class, set_raw_data, source_of
 from .segments import Segment
 from .written import put
 
@@ -51,6 +51,7 @@ class Span:
         placement: the tier of the master and of what gathers read.
 
     Attributes:
+        trainable: one of the parameters requires a gradient.
         segments: contiguous parts of the master that an optimizer updates, in order.
         bucket: this rank's gradients on their way to their owners, and the slice of the mean that this rank owns.
         is_old: `full` does not have the masters' values. The same on every rank.
@@ -75,6 +76,7 @@ class Span:
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
         self._storage = self.full.untyped_storage()
         self.full_bytes = self.full.nbytes
+        self._states: dict[str, OnDisk] = {}
         self._gathered_bytes = 0 if self.stays else self.full_bytes
         context.storage.ledger.device.add("gathered", self._gathered_bytes)
         self.bucket = Bucket(self)
@@ -151,6 +153,13 @@ class Span:
 
     def kind_of(self, index: int) -> type[nn.Parameter]:
         return original_class(self.params[index])
+
+    def follow_flags(self) -> None:
+        """Take up `requires_grad` of the parameters."""
+        flags = [param.requires_grad for param in self.params]
+        self.trainable = any(flags)
+        for segment in self.segments:
+            segment.show_flag()
 
     # Gather and release -----------------------------------------------------------------------------------------------
 
@@ -289,10 +298,11 @@ class Span:
         if old.nbytes():
             new.copy_(old)
         local_is_master = self.is_alias
-        for tensor in (self.full, self.local, *self.views, *map(raw_data, self.params)):
+        for tensor in (self.full, self.local, *self.views):
             tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
-        for param, view in zip(self.params, self.views):
-            set_raw_data(param, view)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self.views):
+                set_raw_data(param, view)
         self._storage = new
         if local_is_master:
             self.master = self.local
@@ -327,6 +337,30 @@ class Span:
         self.master[start : start + values.numel()].copy_(values)
         if self.published is not None:
             self.published[start : start + values.numel()].copy_(values.to(self.compute_dtype))
+
+    def publish(self) -> None:
+        """Carry the master's values to what gathers read, where that is other memory than the device's.
+
+        Raises:
+            TierError: they could not be read or written.
+        """
+        target = self.published
+        if isinstance(target, Tensor) and isinstance(self.master, OnDisk):
+            self.master.read_into(target)
+        elif target is not None:
+            target.copy_(self.master)  # type: ignore[arg-type]
+
+    def state_on_disk(self, name: str, dtype: torch.dtype) -> OnDisk:
+        """The array that has a state of all segments. One for the span, so that offsets are aligned like the master's.
+
+        Raises:
+            TierError: the disk is full.
+        """
+        whole = self._states.get(name)
+        if whole is None or whole.dtype != dtype:
+            whole = cast(OnDisk, self.context.storage_tier(Tier.DISK).empty(self.local_numel, dtype))
+            self._states[name] = whole
+        return whole
 
     def put(self, index: int, values: Tensor) -> None:
         """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""

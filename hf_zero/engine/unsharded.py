@@ -108,7 +108,7 @@ class Hold:
                 for span in unit.spans:
                     span.hide_masters(kept.get(span, ()))
             # What was written is in the masters, or is to be forgotten: no release may find it once more.
-            for event in self._context.events.unit_unsharded:
+            for event in self._context.events.writes_dropped:
                 event(unit)
             unit.release()
             for span in unit.spans:

@@ -35,11 +35,11 @@ class _Holder(NamedTuple):
 
     engine: Engine
     span: Span
-    index: int
+    number: int
 
     @property
     def name(self) -> str:
-        return self.span.name_of(self.index)
+        return self.span.name_of(self.number)
 
     @property
     def wire(self) -> SoloWire:
@@ -47,12 +47,12 @@ class _Holder(NamedTuple):
 
     @property
     def slot(self) -> Slot:
-        return self.span.layout.slots[self.index]
+        return self.span.layout.slots[self.number]
 
     @property
     def part(self) -> Extent[Slot] | None:
         """This rank's elements. "Here" is the span's slice."""
-        return self.span.part_of(self.index)
+        return self.span.part_of(self.number)
 
     @property
     def numel(self) -> int:
@@ -99,7 +99,7 @@ class _Holder(NamedTuple):
     @property
     def segment(self) -> Segment | None:
         """The segment that has this rank's elements."""
-        return next((each for each in self.span.segments if self.index in each.members), None)
+        return next((each for each in self.span.segments if self.number in each.members), None)
 
     def state(self, name: str) -> Any:
         """An entry of the optimizer's state of the segment; None if there is none."""
@@ -293,14 +293,14 @@ def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
 def _has_gradient(holder: _Holder) -> bool:
     bucket = holder.span.bucket
     bucket.land()
-    return bucket.grad is not None and bucket.present[holder.index]
+    return bucket.grad is not None and bucket.present[holder.number]
 
 
 def _write_gradient(holder: _Holder, mine: Tensor) -> None:
     bucket = holder.span.bucket
     bucket.write(slice(0, 0) if holder.part is None else holder.part.here, mine.to(holder.span.master_dtype))
-    if not bucket.present[holder.index]:
-        bucket.present[holder.index] = bucket.arrived[holder.index] = True
+    if not bucket.present[holder.number]:
+        bucket.present[holder.number] = bucket.arrived[holder.number] = True
         holder.engine.fit_segments(holder.span)
     for segment in holder.span.segments:
         segment.show_grad()

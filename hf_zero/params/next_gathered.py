@@ -204,7 +204,7 @@ class _Sharded(_Group):
             self._hold.end(self._kept)
         for unit in self._apart:
             unit.is_apart = False
-            for event in self._context.events.unit_unsharded:  # an outer context's unit: what was written here is known
+            for event in self._context.events.writes_dropped:  # an outer context's unit: what was written here is known
                 event(unit)
 
 

@@ -1,0 +1,116 @@
+"""A signal that asks a run to end, answered by every rank after the same step.
+
+A signal arrives on the ranks at different moments, or on one of them alone. What a rank has received travels with what the
+ranks tell each other at the end of each backward anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ..engine.engine import Engine, engine_of
+from ..engine.observer import Observer
+from ..errors import ConfigError
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Preemption:
+    """Whether this run is to end. `on_preemption` makes it.
+
+    Attributes:
+        signalled: this rank has received one of the signals.
+        agreed: some rank had when the last backward that reduces ended. The same on every rank.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+        self.signalled = self.agreed = False
+        self._pid, self._before = os.getpid(), dict[signal.Signals, Handler]()
+        for number in signals:
+            try:
+                self._before[number] = signal.signal(number, self._receive)
+            except (ValueError, OSError) as error:  # another thread; SIGKILL, SIGSTOP, numbers that are none
+                self.close()
+                raise ConfigError(
+                    f"on_preemption: signal {number!r} cannot be handled here: {error}. Call it in the main thread, with "
+                    "signals that a process may handle (SIGTERM, SIGUSR1)"
+                ) from None
+
+    def __call__(self) -> bool:
+        return self.agreed
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.close()  # a second one ends a process that does not get to its next step
+        if os.getpid() == self._pid:
+            self.signalled = True
+        else:  # a child that was forked has this handler, but no step at whose end it would look
+            os.kill(os.getpid(), number)
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before = {}
+
+
+class Preemptions(Observer):
+    """Tells the other ranks of signals.
+
+    Attributes:
+        current: what `on_preemption` made last, if anything.
+    """
+
+    current: Preemption | None = None
+
+    def detach(self) -> None:
+        if self.current is not None:
+            self.current.close()
+
+    def tell(self) -> list[int]:
+        return [int(self.current is not None and self.current.signalled)]
+
+    def told(self, highest: list[int]) -> None:
+        if self.current is not None:
+            self.current.agreed = bool(highest[0])
+
+
+def on_preemption(
+    model: nn.Module | Engine, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)
+) -> Preemption:
+    """From now on these signals ask the run to end after a whole step, on every rank, whichever of them receives one.
+
+    Between a signal and its answer lie one step at most, and what the program does between steps. A second signal does what
+    it would have done before. Call it in the main thread of every rank that is to receive signals; `close()` gives them back.
+
+    Args:
+        model: a sharded model, or its engine.
+        signals: which ones.
+
+    Returns:
+        A function without arguments: whether the run is to end, as of the last backward that reduces. The same on every rank.
+
+    Raises:
+        ConfigError: the model is not sharded, or this is not the main thread.
+
+    Example:
+        >>> ends = zero.on_preemption(model)
+        >>> for batch in loader:
+        ...     train(batch)
+        ...     if ends():
+        ...         engine.save("ckpt")
+        ...         break
+    """
+    engine = model if isinstance(model, Engine) else engine_of(model)
+    if engine is None:
+        raise ConfigError(f"on_preemption: this {type(model).__name__} is not sharded. Call zero.shard first")
+    observer = engine.observer(Preemptions)
+    if observer.current is not None:
+        observer.current.close()
+    observer.current = Preemption(signals)
+    return observer.current

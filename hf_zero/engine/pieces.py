@@ -1,0 +1,217 @@
+"""What checkpoints read and write: pieces of masters and of optimizer state, as byte ranges of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.ranges import MASTER, Held, ParameterState
+from ..comm.wire import SoloWire
+from ..core.layout import Extent, ParamSpec, Slot
+from ..core.precision import dtype_of
+from ..errors import CheckpointError
+from ..tiers.array import Values, flat_of
+from .optimizer import Binding
+from .optimizer_state import arrays_of, as_text, describe, new_room, segments_of, single_value
+from .optimizer_trial import options_added, refusal_of, states_of
+from .parameter import place_of
+from .segments import Segment
+from .span import Span
+from .unit import Unit
+
+
+def held_of(piece: Extent[Slot], values: Values) -> Held:
+    """What 1-D values have of one parameter."""
+    return piece.source.spec.name, Extent(values[piece.here], 0, piece.source_start, piece.numel)
+
+
+def parts_written(span: Span, rank: int, size: int) -> Iterator[Extent[Slot]]:
+    """This rank's share of writing a span. "Here" is the slice that the rank has.
+
+    Where every rank has everything, the span is partitioned for the purpose. Of several replicas the first one writes.
+    """
+    layout = span.layout
+    if layout.shards > 1 or size == 1:
+        if rank < layout.shards:
+            yield from layout.overlaps(span.rank)
+        return
+    numel = -(-layout.used_numel // size)
+    for part in replace(layout, shards=size, slice_numel=numel).overlaps(rank):
+        yield part.moved(rank * numel)
+
+
+class ParameterPieces:
+    """The masters of a model's units, as `checkpoint.ranges.Parameters`."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._spans = [span for unit in units for span in unit.spans]
+        self._places = {slot.spec.name: (span, slot) for span in self._spans for slot in span.layout.slots}
+
+    def spec(self, name: str) -> ParamSpec:
+        return self._places[name][1].spec
+
+    def written(self, rank: int, size: int) -> Iterator[Held]:
+        return self._pieces(lambda span: parts_written(span, rank, size))
+
+    def held(self) -> Iterator[Held]:
+        return self._pieces(lambda span: span.layout.overlaps(span.rank))
+
+    def _pieces(self, parts_of: Callable[[Span], Iterable[Extent[Slot]]]) -> Iterator[Held]:
+        for span in self._spans:
+            for part in parts_of(span):
+                yield held_of(part, span.master)
+
+    def shares(self, name: str) -> Iterator[tuple[int, Extent[Callable[[], Tensor]]]]:
+        span, slot = self._places[name]
+        for rank, part in span.layout.owners(slot):
+            yield rank, Extent(partial(span.values, part.start, part.numel), 0, part.source_start, part.numel)
+
+
+class OptimizerPieces:
+    """The state of one optimizer, as `checkpoint.ranges.OptimizerState`.
+
+    Args:
+        groups: the options of its groups, and under `params` the parameters' names.
+    """
+
+    def __init__(self, binding: Binding, wire: SoloWire, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.groups = groups
+        self._binding, self._optimizer = binding, binding.optimizer
+        self._refused: CheckpointError | None = None
+        self._described: dict[str, ParameterState] = {}
+        try:
+            self._described = describe(binding, wire)
+        except CheckpointError as error:  # the same on every rank; a load does not mind
+            self._refused = error
+        self._fresh: list[tuple[Segment, dict[str, Any]]] = []
+
+    @property
+    def kind(self) -> str:
+        return type(self._optimizer).__name__
+
+    def names(self) -> set[str] | None:
+        states = states_of(self._optimizer)
+        return None if states is None else set(states)
+
+    def refusal(self, group: int, options: Mapping[str, Any]) -> str | None:
+        return refusal_of(self._optimizer, {k: v for k, v in self.groups[group].items() if k != "params"}, options)
+
+    def added(self) -> set[str]:
+        return options_added(self._optimizer)
+
+    def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
+        for span, slot in self._slots():
+            yield slot.spec, span.layout.is_whole
+
+    def _slots(self) -> Iterator[tuple[Span, Slot]]:
+        for params in self._binding.originals:
+            for param in params:
+                place = place_of(param)
+                if place is not None:
+                    yield place.span, place.span.layout.slots[place.index]
+
+    # To be written ----------------------------------------------------------------------------------------------------
+
+    def described(self) -> dict[str, ParameterState]:
+        out = dict(self._described)
+        for _, slot in self._slots():
+            spec = slot.spec
+            if spec.master_dtype != spec.dtype:
+                known = out.get(spec.name, ParameterState(spec.shape, {}, {}))
+                arrays = {**known.arrays, MASTER: (spec.master_dtype, spec.shape)}
+                out[spec.name] = ParameterState(spec.shape, arrays, known.scalars)
+        return out
+
+    def written(self, rank: int, size: int) -> dict[str, list[Held]]:
+        if self._refused is not None:
+            raise self._refused
+        out: dict[str, list[Held]] = {state: [] for one in self.described().values() for state in one.arrays}
+        for span in self._binding.spans:
+            parts = list(parts_written(span, rank, size))
+            spec = span.layout.spec
+            for segment in segments_of(self._binding, span):
+                arrays = arrays_of(self._binding, segment, self._binding.state_of(segment))
+                if segment.is_matrix:
+                    name = span.name_of(segment.members[0])
+                    # Of replicas the first writes; where nothing is partitioned all ranks have the same.
+                    if rank < (span.layout.shards if span.layout.cuts else 1):
+                        for state, value in arrays.items():
+                            out[state].append((name, Extent(flat_of(value), 0, 0, value.numel())))
+                    arrays = {}
+                if spec.master_dtype != spec.dtype:
+                    arrays[MASTER] = span.master[segment.here]
+                for piece in _in_segment(parts, segment):
+                    for state, value in arrays.items():
+                        out[state].append(held_of(piece, value))
+        return out
+
+    # To be filled -----------------------------------------------------------------------------------------------------
+
+    def room(self, saved: Mapping[str, ParameterState]) -> list[tuple[str, Held]]:
+        self._fresh.clear()
+        out: list[tuple[str, Held]] = []
+        for span in self._binding.spans:
+            parts = list(span.layout.overlaps(span.rank))
+            states = [saved.get(slot.spec.name) for slot in span.layout.slots]
+            marks = [_mark(each) for each in states]
+            for segment in segments_of(self._binding, span):
+                for each in self._binding.divide(segment, marks.__getitem__):
+                    out += self._room_of(each, states[each.members[0]], list(_in_segment(parts, each)))
+        return out
+
+    def _room_of(
+        self, segment: Segment, saved: ParameterState | None, pieces: Sequence[Extent[Slot]]
+    ) -> Iterator[tuple[str, Held]]:
+        """Values go to where those of now are stored, where they fit. All members have the same arrays and single values."""
+        span, kept = segment.span, self._binding.state_of(segment)
+        entries: dict[str, Any] = {}
+        if saved is None:
+            self._fresh.append((segment, entries))
+            return
+        options = self._options_of(segment)
+        entries.update({name: single_value(options, span, name, value) for name, value in saved.scalars.items()})
+        covered = sum(piece.numel for piece in pieces) == segment.numel
+        for state, (dtype, shape) in saved.arrays.items():
+            if state == MASTER:  # in place; what is not saved stays as it came with the weights
+                values = span.master[segment.here]
+            elif segment.is_matrix:
+                values = entries[state] = new_room(segment, state, dtype_of(dtype), shape, kept.get(state))
+                yield state, (span.name_of(segment.members[0]), Extent(flat_of(values), 0, 0, values.numel()))
+                continue
+            else:
+                values = new_room(segment, state, dtype_of(dtype), (segment.numel,), kept.get(state))
+                entries[state] = values if covered else values.zero_()
+            for piece in pieces:
+                yield state, held_of(piece, values)
+        self._fresh.append((segment, entries))
+
+    def _options_of(self, segment: Segment) -> Mapping[str, Any]:
+        param = segment.span.params[segment.members[0]]
+        found: Mapping[str, Any] = self._optimizer.param_groups[self._binding.group_of[param]]
+        return found
+
+    def put(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for segment, entries in self._fresh:
+            self._binding.put_state(segment, entries)
+        for group, values in zip(self._optimizer.param_groups, options):
+            group.update(values)
+
+
+def _in_segment(parts: Iterable[Extent[Slot]], segment: Segment) -> Iterator[Extent[Slot]]:
+    """The parts that a segment has. "Here" is the segment."""
+    for part in parts:
+        piece = part.cut(segment.start, segment.stop)
+        if piece is not None:
+            yield piece.moved(-segment.start)
+
+
+def _mark(saved: ParameterState | None) -> object:
+    """Parameters with the same mark may share a segment."""
+    if saved is None:
+        return None
+    arrays = sorted((name, dtype) for name, (dtype, _) in saved.arrays.items())
+    return arrays, sorted((name, as_text(value)) for name, value in saved.scalars.items())

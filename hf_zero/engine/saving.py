@@ -1,0 +1,137 @@
+"""Checkpoints of one engine: `Engine.save` and `Engine.load`.
+
+    folder/  weights and small files as `save_pretrained` writes them (see `checkpoint.weights.WeightFormat`)
+             optimizer/STATE.safetensors, optimizer/optimizer.json; of further optimizers optimizer_1/, optimizer_2/, …
+             zero_state.json, zero_state.safetensors     see `checkpoint.objects`
+             zero_manifest.json                          last: see `checkpoint.manifest`
+
+Nothing in it depends on the number of ranks, the stage, or the tier of the states.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.load import Loading
+from ..checkpoint.objects import put_objects, take_objects
+from ..checkpoint.save import Saving, optimizer_folder
+from ..checkpoint.weights import Stateful, format_of
+from ..core.precision import dtype_of
+from ..errors import StateError
+from ..plan.machine import free_host_bytes
+from .context import Context
+from .pieces import ParameterPieces
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+def save(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str,
+    save_optimizer: bool,
+    objects: Mapping[str, Stateful] | None,
+    finish: Callable[[Saving], None],
+) -> None:
+    """Write a checkpoint. The masters must be those of one step, and no other save may be under way.
+
+    Args:
+        finish: commits, now or behind training.
+    """
+    optimizers = [engine.optimizer_state(each) for each in engine.optimizers] if save_optimizer else []
+    saving = Saving(engine.wire, folder, stage=engine.config.stage, precision=str(engine.precision))
+    with saving:
+        put_weights(saving, engine, max_shard_size)
+        for index, state in enumerate(optimizers):
+            saving.optimizer(state, max_shard_size=max_shard_size, folder=optimizer_folder(index))
+        put_objects(saving, engine.wire, objects or {})
+        finish(saving)
+
+
+def put_weights(saving: Saving, engine: Engine, max_shard_size: int | str, folder: str = "") -> None:
+    """Write the model under the names that it has in files, in a folder inside the checkpoint or in the checkpoint itself."""
+    form = format_of(engine.model)
+    saving.weights(
+        ParameterPieces(engine.units),
+        lambda: form.draw(engine.outline(), saving.folder / folder, max_shard_size),
+        folder,
+    )
+
+
+def load(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    *,
+    load_optimizer: bool | None,
+    objects: Mapping[str, Stateful] | None,
+    verify: bool,
+    strict: bool,
+) -> None:
+    """Read a checkpoint. No save may be under way."""
+    wire = engine.wire
+    loading = Loading(wire, folder, verify=verify)
+    if loading.manifest is None and wire.rank == 0:
+        warnings.warn(
+            f"{folder} has no zero_manifest.json: it is a plain model folder. Its weights are loaded without a check of "
+            "their bytes, and there is no optimizer state",
+            stacklevel=3,
+        )
+    wanted = loading.has_optimizer() if load_optimizer is None else load_optimizer
+    if wanted and not engine.optimizers:
+        if load_optimizer:
+            raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
+        wanted = False
+    optimizers = [engine.optimizer_state(each) for each in engine.optimizers] if wanted else []
+    try:
+        loading.weights(ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict)
+        for index, state in enumerate(optimizers):
+            loading.optimizer(state, folder=optimizer_folder(index))
+    finally:
+        engine.refresh()  # masters were written, also where that failed half-way
+    if wanted or not engine.optimizers:
+        engine.forget_failure()
+    take_objects(loading, wire, objects or {}, free_host_bytes)
+
+
+def outline(context: Context) -> dict[str, Any]:
+    """Return `model.state_dict()` without values or communication: parameters as meta tensors, buffers as CPU copies."""
+    model = context.model
+    with _meta_parameters(context):
+        state: dict[str, Any] = model.state_dict()
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) and not value.is_meta else value
+        for key, value in state.items()
+    }
+
+
+@contextmanager
+def _meta_parameters(context: Context) -> Iterator[None]:
+    """Inside, the model has parameters without values, in the dtypes that files have."""
+    meta = {}
+    for unit in context.units:
+        for span in unit.spans:
+            for slot, param in zip(span.layout.slots, span.params):
+                values = torch.empty(slot.spec.shape, dtype=dtype_of(slot.spec.dtype), device="meta")
+                meta[param] = nn.Parameter(values, requires_grad=False)
+    replaced = [
+        (module, name, param)
+        for module in context.model.modules()
+        for name, param in module._parameters.items()
+        if param is not None and param in meta
+    ]
+    try:
+        for module, name, param in replaced:
+            module._parameters[name] = meta[param]
+        yield
+    finally:
+        for module, name, param in replaced:
+            module._parameters[name] = param

@@ -1,0 +1,63 @@
+"""`optimizer.state` while an optimizer is bound: the states of its segments, by the tensors of its groups."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import StateError
+from .parameter import ShardedParameter
+
+
+class SegmentStates(defaultdict[Any, dict[str, Any]]):
+    """States that user code reads by the tensors of `optimizer.param_groups`.
+
+    Parameters of the model have no entry: a plain `defaultdict` would make an empty one, and what user code writes to it would
+    be lost silently. Access waits for updates behind `optimizer.step()`. The engine itself uses `dict`'s methods.
+
+    Args:
+        settle: waits until no other thread updates states.
+    """
+
+    def __init__(self, states: Mapping[Any, dict[str, Any]], settle: Callable[[], None]) -> None:
+        self._settle = settle
+        super().__init__(dict, states)
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        self._check(key)
+        return super().__missing__(key)
+
+    def __reduce__(self) -> Any:
+        self._settle()
+        return defaultdict, (dict, dict(self))
+
+    @staticmethod
+    def _check(key: Any) -> None:
+        if isinstance(key, ShardedParameter):
+            place = key._zero_place
+            raise StateError(
+                f"optimizer.state was asked for {place.span.name_of(place.index)!r}, and it has this rank's segments, the "
+                "tensors of optimizer.param_groups. Call zero.full_optimizer_state(param, name), or "
+                "zero.set_full_optimizer_state(param, name, value), on every rank"
+            )
+
+
+def _settled(name: str) -> Any:
+    plain = getattr(defaultdict, name)
+    takes_key = name in ("__contains__", "get", "pop", "setdefault", "__setitem__")
+
+    def method(self: SegmentStates, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        if takes_key:
+            self._check(args[0])
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__"),
+    *("get", "keys", "items", "values", "pop", "popitem", "setdefault", "update", "clear"),
+):
+    setattr(SegmentStates, _name, _settled(_name))
