@@ -95,6 +95,11 @@ def _shard(
     else:
         optimizers = list(optimizer)
     config, roads, machine = config or ZeroConfig(), roads or Roads(), machine or Machine()
+    if config.keep_gathered is not None:
+        raise ConfigError(
+            f"keep_gathered={config.keep_gathered!r} is a setting of hf_zero.engine alone, so far. With zero.shard, set "
+            "device_memory: stage 3 keeps units gathered where it has room to spare"
+        )
     precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
     wire = roads.wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
     patches = overrides.Patches()

@@ -95,7 +95,8 @@ def copies(rank: int, world: int) -> None:
     model, optimizer, engine = sharded()
     whole = copy.deepcopy(model)
     alone = copy.deepcopy(model[2].weight)
-    assert type(alone) is nn.Parameter and alone.dtype == torch.float32
+    assert type(alone) is nn.Parameter
+    assert alone.dtype == torch.float32
     assert torch.equal(alone, whole[2].weight)  # the master's values, which forwards round
     step(model, optimizer)
     assert not torch.equal(copy.deepcopy(model)[2].weight, whole[2].weight)

@@ -34,11 +34,6 @@ def is_released(setting: Setting) -> bool:
     return setting.stage == 3
 
 
-def without_memory(param: nn.Parameter) -> bool:
-    """Whether the values of a parameter are on other ranks."""
-    return getattr(type(param), "_zero_released", False) or param.stride() == (0,) * param.dim()
-
-
 def of_groups(run: Run) -> list[nn.Parameter]:
     """The optimizer's parameters."""
     return [p for group in run.optimizer.param_groups for p in group["params"]]
