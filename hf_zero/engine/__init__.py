@@ -5,6 +5,7 @@ It knows no unusual user program and no diagnostics. Both attach as observers (`
 
 from .engine import Engine
 from .observer import Observer
+from .optimizer_kinds import register_optimizer
 from .shard import shard
 
-__all__ = ["Engine", "Observer", "shard"]
+__all__ = ["Engine", "Observer", "register_optimizer", "shard"]

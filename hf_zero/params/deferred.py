@@ -180,6 +180,7 @@ class Deferred:
             return
         with _plain():
             shape, dtype = param.shape, param.dtype
+            whole: Tensor | None
             if self.wire.size == 1 and isinstance(self.own, Tensor) and self._strides is None:
                 whole = self.values().view(shape)
             else:
@@ -430,7 +431,7 @@ class DeferredParameter(nn.Parameter):
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
         """A plain parameter: `type(p)(tensor)` is how libraries make another one of the same class."""
-        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+        return nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -492,7 +493,7 @@ class _Changed(Tensor):
         cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if needs_values(func):
-            _refuse(func, next(_changed_in((args, kwargs or {}))).param)  # type: ignore[attr-defined]
+            _refuse(func, next(_changed_in((args, kwargs or {}))).param)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
