@@ -9,6 +9,7 @@ from ..engine.observer import Observer
 from .buffers import Buffers
 from .compiling import Compiling
 from .copies import Copies
+from .distributed_checkpoint import DistributedCheckpoint
 from .freezing import Freezing
 from .generation import Generation
 from .gradients import Gradients
@@ -29,6 +30,7 @@ def observers() -> list[Observer]:
         Buffers(),
         Compiling(),
         Copies(),
+        DistributedCheckpoint(),
         Generation(),
         Gradients(),
         Methods(),
