@@ -22,7 +22,7 @@ from ..plan.solve import PlanInputs
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .build import build_units, device_of, layout_for, specs_of
+from .build import build_units, device_of, layout_for, move_buffers, specs_of
 from .context import Context
 from .engine import Engine
 from .groups import bind, originals_of
@@ -113,6 +113,7 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers))
         build_units(context, drafter, specs, made.placements)
+    move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
 
 
