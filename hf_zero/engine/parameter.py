@@ -126,10 +126,12 @@ class ShardedParameter(nn.Parameter):
 
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
-    """The readable and the released class for parameters that were of class `kind`."""
-    readable = (
-        ShardedParameter if kind is nn.Parameter else type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
-    )
+    """The readable and the released class for parameters that were of class `kind`.
+
+    Subclasses keep their name: libraries that quantize recognise theirs by it.
+    """
+    name: str = "ShardedParameter" if kind is nn.Parameter else kind.__name__
+    readable = ShardedParameter if kind is nn.Parameter else type(name, (ShardedParameter, kind), {})
 
     def __torch_function__(
         cls: type[Any], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,7 +142,7 @@ def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
             return func(*args, **(kwargs or {}))
 
     body = {"__torch_function__": classmethod(__torch_function__), "__module__": __name__, "_zero_released": True}
-    released = type(f"Released{kind.__name__}", (readable,), body)
+    released = type(name, (readable,), body)
     return readable, released
 
 
