@@ -13,9 +13,12 @@ from .distributed_checkpoint import DistributedCheckpoint
 from .freezing import Freezing
 from .generation import Generation
 from .gradients import Gradients
+from .group_gradients import GroupGradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .replaced import Replaced
+from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
 from .writes import Writes
@@ -26,6 +29,7 @@ def observers() -> list[Observer]:
     return [
         Transforms(),
         OnDemand(),
+        SavedTensors(),
         Freezing(),
         Buffers(),
         Compiling(),
@@ -34,7 +38,9 @@ def observers() -> list[Observer]:
         Generation(),
         Gradients(),
         Methods(),
+        GroupGradients(),
         Preemptions(),
         StateDicts(),
         Writes(),
+        Replaced(),
     ]

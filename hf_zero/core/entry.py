@@ -141,7 +141,7 @@ def _marked(made: Tensor, mine: Sequence[Entry]) -> Tensor:
 def _refuse_without_values(name: str, mine: Sequence[Entry], error: Exception) -> NoReturn:
     shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in mine)
     raise StateError(
-        f"{name}() needs values of state_dict(): every rank but 0 has its shape and type alone ({shapes}), because its host memory "
-        "has no room for the model's values. Compute on rank 0, or make the state dict and read it inside `with "
+        f"{name}() needs values of state_dict(): every rank but 0 has its shape and type alone ({shapes}), because its host "
+        "memory has no room for the model's values. Compute on rank 0, or make the state dict and read it inside `with "
         "zero.unsharded(model):`, where all ranks have all values on the device"
     ) from error
