@@ -26,9 +26,7 @@ def specs_of(drafter: Drafter, originals: Sequence[Groups]) -> list[list[ParamSp
     Which group it is in does not matter to the layout. Parameters of several optimizers are in spans of their own: one
     optimizer's gradients are cleared and updated without another's.
     """
-    optimizer_of = {
-        param: number for number, groups in enumerate(originals) for params in groups for param in params
-    }
+    optimizer_of = {param: number for number, groups in enumerate(originals) for params in groups for param in params}
     return drafter.specs(dict.fromkeys(optimizer_of, 0), optimizer_of=optimizer_of)
 
 
