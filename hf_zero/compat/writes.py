@@ -38,14 +38,21 @@ class Writes(Observer):
 
     def attach(self, engine: Engine) -> None:
         self._context, self._units = engine.context, engine.units
-        self._versions = [list(map(_counter, unit.params)) for unit in self._units]
+        self._starts: dict[Span, int] = {}
+        """By span, the index of its first parameter in its unit's `params`."""
+        for unit in self._units:
+            start = 0
+            for span in unit.spans:
+                self._starts[span] = start
+                start += len(span.params)
+        self._versions = [_versions(unit.params) for unit in self._units]
         self._totals = [sum(versions) for versions in self._versions]
         self._marked: dict[Unit, dict[Span, dict[int, list[int]]]] = {}
         """By unit and span, parameters whose `data` was read, with digests of their values."""
         self._shown: dict[Span, Tensor] = {}
         """After a write to a span that is gathered as codes: what `local` shows until the next gather."""
-        self._edits: dict[str, list[int]] = {}
         self._mark = 0
+        self._edits: dict[str, list[int]] = {}
         """By parameter, the digest of its values after the last write."""
 
     # When -------------------------------------------------------------------------------------------------------------
@@ -71,13 +78,15 @@ class Writes(Observer):
         self._forget(unit)
 
     def unit_unsharded(self, unit: Unit) -> None:
+        """All values are the masters': what was written before is in them, or was dropped on purpose."""
         self._forget(unit)
+        if self._total(unit) != self._totals[unit.index]:
+            self._see(unit)
         for span, found in self._marked.get(unit, {}).items():
             found.update(zip(found, _digests(span, found)))
 
     def writes_dropped(self, unit: Unit) -> None:
-        versions = self._versions[unit.index] = list(map(_counter, unit.params))
-        self._totals[unit.index] = sum(versions)
+        self._see(unit)
         for span, found in self._marked.get(unit, {}).items():
             found.update(zip(found, _digests(span, found)))
 
@@ -100,10 +109,14 @@ class Writes(Observer):
         place = place_of(param)
         if place is None:
             return
-        span = place.span
+        span, unit = place.span, place.unit
+        # The assigned values replace what was written in place before.
+        at, now = self._starts[span] + place.index, _versions([span.params[place.index]])[0]
+        self._totals[unit.index] += now - self._versions[unit.index][at]
+        self._versions[unit.index][at] = now
         self._refuse_late(span, [place.index])
         self._note(span, [place.index], [values])
-        marked = self._marked.get(place.unit, {}).get(span, {})
+        marked = self._marked.get(unit, {}).get(span, {})
         if place.index in marked:
             marked.update(zip([place.index], _digests(span, [place.index])))
         if span.codec is not None and span.is_readable:
@@ -123,16 +136,15 @@ class Writes(Observer):
         """Carry what was written to a unit's parameters, which are readable, since the last call."""
         if unit.is_apart:
             return
-        if sum(map(_version, unit.params)) != self._totals[unit.index]:
+        if self._total(unit) != self._totals[unit.index]:
             self._find_counted(unit)
         if unit in self._marked:
             self._find_uncounted(unit)
 
     def _find_counted(self, unit: Unit) -> None:
-        before, now = self._versions[unit.index], list(map(_version, unit.params))
-        self._versions[unit.index], self._totals[unit.index] = now, sum(now)
-        start = 0
+        before, now = self._versions[unit.index], self._see(unit)
         for span in unit.spans:
+            start = self._starts[span]
             stop = start + len(span.params)
             written = [at for at, (old, new) in enumerate(zip(before[start:stop], now[start:stop])) if old != new]
             if written:
@@ -140,7 +152,17 @@ class Writes(Observer):
                 marked = self._marked.get(unit, {}).get(span, {})
                 both = [index for index in written if index in marked]
                 marked.update(zip(both, _digests(span, both)))
-            start = stop
+
+    @staticmethod
+    def _total(unit: Unit) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(map(_version, unit.params))
+
+    def _see(self, unit: Unit) -> list[int]:
+        """Writes up to now are known."""
+        now = self._versions[unit.index] = _versions(unit.params)
+        self._totals[unit.index] = sum(now)
+        return now
 
     def _find_uncounted(self, unit: Unit) -> None:
         spans = self._marked[unit]
@@ -214,10 +236,9 @@ def _refuse(name: str, rank: int) -> NoReturn:
     )
 
 
-def _counter(param: Tensor) -> int:
+def _versions(params: Iterable[Tensor]) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():
-        count: int = _version(param)
-        return count
+        return list(map(_version, params))
 
 
 def _mark(name: str, found: list[int] | None) -> int:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,6 @@ from .parameter import has_raw_grads, raw_grad, take_raw_grads
 
 if TYPE_CHECKING:
     from .span import Span
-
-
-_FOLD_NUMEL = 1 << 20
-"""Elements of a gradient on disk that are in memory at a time."""
 
 
 class Bucket:
@@ -235,12 +232,23 @@ class Bucket:
     def is_on_disk(self) -> bool:
         return isinstance(self.grad, OnDisk)
 
+    def parts(self, numel: int = 1 << 20) -> Iterator[tuple[int, Tensor]]:
+        """The reduced gradient in parts of memory: first element and values. What is not on disk is one part, itself.
+
+        Raises:
+            TierError: a part could not be read.
+        """
+        if isinstance(self.grad, OnDisk):
+            for start in range(0, self.grad.numel(), numel):
+                yield start, self.read(slice(start, start + numel))
+        elif self.grad is not None:
+            yield 0, self.grad
+
     def _fold(self) -> None:
         """Multiply a gradient on disk by `factor`."""
         if self.factor is not None and isinstance(self.grad, OnDisk):
-            for start in range(0, self.grad.numel(), _FOLD_NUMEL):
-                part = self.grad[start : start + _FOLD_NUMEL]
-                part.copy_(part.read().mul_(self.factor))
+            for start, part in self.parts():
+                self.grad[start : start + part.numel()].copy_(part)
         self.factor = None
 
     def read(self, part: slice) -> Tensor:
@@ -271,10 +279,16 @@ class Bucket:
             else:
                 self._home = self._home or self.span.context.storage_tier(self.tier).empty(numel, dtype)
                 self.grad = self._home.zero_()
+            self.count_grad()
         self._fold()
         target = self.grad[part]
         if not isinstance(target, Tensor) or target.data_ptr() != values.data_ptr():
             target.copy_(values)
+        self._written()
+
+    def _written(self) -> None:
+        for event in self.span.events.gradients_written:
+            event(self.span)
 
     def zero(self) -> None:
         """Gradients that exist become zeros, those of this rank, too."""
@@ -285,6 +299,7 @@ class Bucket:
         waiting = [grad for param in self.span.params if (grad := raw_grad(param)) is not None]
         for grad in (*waiting, *(() if self._held is None else (self._held,))):
             grad.zero_()
+        self._written()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
@@ -293,6 +308,7 @@ class Bucket:
             self.factor = factor if self.factor is None else self.factor * factor
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
+        self._written()
 
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""

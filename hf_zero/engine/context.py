@@ -13,7 +13,7 @@ from ..comm.wire import SoloWire
 from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision
-from ..errors import StateError, TierError, ZeroError
+from ..errors import RankMismatchError, StateError, TierError, ZeroError
 from ..plan.machine import free_device_bytes, free_host_bytes
 from ..plan.plan import Plan
 from ..tiers.pool import Storage
@@ -35,11 +35,14 @@ class Context:
         layout: of all units; integers only.
         plan: what is stored where, and what it costs.
         units: in registration order.
+        kept: indices of units that stay gathered from a forward to its backward. The same on every rank.
+        flags_mark: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
         step_wait_s: how long training has waited for updates by the other thread.
         is_unsharded: inside `Engine.unsharded`.
+        keeps_buffers: inside `Engine.own_buffers`.
     """
 
     model: nn.Module
@@ -54,11 +57,14 @@ class Context:
     layout: Layout
     plan: Plan
     units: list[Unit] = field(default_factory=list)
+    kept: frozenset[int] = frozenset()
+    flags_mark: int = 0
     failure: str | None = None
     is_stepping: bool = False
     has_updated: bool = False
     step_wait_s: float = 0.0
     is_unsharded: bool = False
+    keeps_buffers: bool = False
     _noted: ZeroError | None = None
     _severity: int = 0
 
@@ -102,6 +108,20 @@ class Context:
         if self.device.type == "cuda":
             return free_device_bytes(self.device)
         return free_host_bytes(self.wire.ranks_here())
+
+    def refuse_other_flags(self) -> None:
+        """Ranks have other marks (`flags_mark`). A collective.
+
+        Raises:
+            RankMismatchError: names a parameter that does not train on every rank, or does on some.
+        """
+        flags = {names[0]: param.requires_grad for param, names in self.names.items()}
+        each = self.wire.exchange(flags)
+        name = next((name for name in flags if len({theirs[name] for theirs in each}) > 1), None)
+        found = {rank: theirs[name] for rank, theirs in enumerate(each)} if name else {}
+        raise RankMismatchError(
+            f"requires_grad of {name!r} differs between ranks: {found}. Freeze and unfreeze parameters on every rank alike"
+        )
 
     # Offload ----------------------------------------------------------------------------------------------------------
 

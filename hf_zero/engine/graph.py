@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
 _OBJECT_DEPTH = 4
@@ -64,15 +65,29 @@ def nodes_of(tensors: list[Tensor], first: int) -> list[Any]:
     Of a view also the node of its base: autograd replaces a view's node when its base is written, never the base's.
     """
     nodes: list[Any] = []
+    if forward_ad._current_level >= 0 and tensors:
+        tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors if tensor.is_floating_point()]
+        tensors = [*tensors, *(tangent for tangent in tangents if tangent is not None)]
     for tensor in tensors:
         node = tensor.grad_fn
         if node is None:
-            continue
+            tensor = _unwrapped(tensor)
+            node = tensor.grad_fn
+            if node is None:
+                continue
         base = tensor._base
         for each in (node,) if base is None else (node, base.grad_fn):
             if each is not None and each not in nodes and each._sequence_nr() >= first:
                 nodes += (each,)
     return nodes
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that a transform of `torch.func` wraps: inside `torch.vmap` the graph is made of these."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def next_sequence_number() -> int:

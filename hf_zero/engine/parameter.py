@@ -4,15 +4,16 @@ A parameter's C++ `data` is a view of its span's buffer, always: only its class 
 
 * `ShardedParameter`: the values are readable. `data` and `grad` are Python properties over the C++ fields, so that
   reads and assignments by user code reach the observers. Operations cost what they cost for `nn.Parameter`.
-* its `released` subclass: the values are on other ranks. Every operation asks the observers to gather the unit first;
-  without an observer that can, it raises `StateError`. Reading the buffer without memory would crash the process.
+* its `released` subclass, outside the forwards of the parameter's unit: the values are on other ranks, or may be from one
+  moment to the next. An observer runs every operation that reads them, with the unit gathered; without such an observer it
+  raises `StateError`. Reading the buffer without memory would crash the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +21,23 @@ from torch import Tensor, nn
 from ..errors import StateError
 
 if TYPE_CHECKING:
+    from ..tiers.array import OnDisk
     from .span import Span
     from .unit import Unit
 
 _DATA: Any = torch._C.TensorBase.data
 _GRAD: Any = torch._C.TensorBase.grad
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 _METADATA = frozenset(
     {
         "size", "dim", "numel", "ndimension", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
-        "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
-        "is_same_size", "is_conj", "is_neg", "dim_order", "has_names",
-        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
-        "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+        "storage_offset", "__hash__", "__len__", "is_signed", "get_device", "is_shared",
+        "is_same_size", "is_conj", "is_neg", "dim_order", "has_names", "is_pinned", "retain_grad", "__dir__", "is_tensor",
+        "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
+        "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "can_cast", "promote_types", "result_type",
+        "_has_compatible_shallow_copy_type", "_is_view",
     }
 )  # fmt: skip
 """Functions of a tensor that read no values."""
@@ -47,6 +51,40 @@ _METADATA_FIELDS = frozenset(
     }
 )  # fmt: skip
 """Properties of a tensor that read no values."""
+
+
+class Source(Protocol):
+    """Has the values of a parameter that was created without them, until the parameter is sharded."""
+
+    @property
+    def files(self) -> OnDisk | None:
+        """All elements, where they are in files and need no copy; else None. May differ between ranks."""
+        ...
+
+    def fill(self, param: nn.Parameter, target: Tensor, room: Tensor) -> None:
+        """Write the full values to `target`. A collective.
+
+        Args:
+            room: 1-D memory that begins with `target`. All of it may be overwritten.
+        """
+        ...
+
+    def end(self, param: nn.Parameter) -> None:
+        """The engine has the values: `param` is a plain parameter."""
+        ...
+
+
+def source_of(param: Tensor) -> Source | None:
+    """Return what has a parameter's values before it is sharded; None if the parameter has them itself."""
+    found: Source | None = param.__dict__.get("_zero_source")
+    return found
+
+
+def set_source(param: Tensor, source: Source | None) -> None:
+    if source is None:
+        param.__dict__.pop("_zero_source", None)
+    else:
+        param.__dict__["_zero_source"] = source
 
 
 class Place:
@@ -65,18 +103,14 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        values = raw_data(self)
         for event in self._zero_place.span.events.data_read:
             event(self)
-        return raw_data(self)
+        return values
 
     @data.setter
     def data(self, values: Tensor) -> None:
         place = self._zero_place
-        if values.shape != self.shape:
-            raise StateError(
-                f"{place.span.name_of(place.index)!r} was assigned values of shape {tuple(values.shape)}, and has shape "
-                f"{tuple(self.shape)}. A sharded parameter keeps its shape: detach() the engine first"
-            )
         place.span.put(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
@@ -95,6 +129,38 @@ class ShardedParameter(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    def _set_requires_grad(self, trains: bool) -> None:
+        was = _REQUIRES_GRAD.__get__(self)
+        _REQUIRES_GRAD.__set__(self, trains)
+        if trains != was:
+            for event in self._zero_place.span.events.requires_grad_set:
+                event(self)
+
+    # The C++ getter: a read costs what it costs for `nn.Parameter`.
+    requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self._set_requires_grad(requires_grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy as a plain parameter with full values. A collective where ranks share the values out."""
+        if id(self) not in memo:
+            copied = self._zero_place.span.events.param_copied
+            values = copied[0](self) if copied else self.detach().clone()
+            memo[id(self)] = original_class(self)(values, requires_grad=self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._zero_place
+        if not place.unit.is_shown:
+            raise StateError(
+                f"parameter {place.span.name_of(place.index)!r} was pickled, and its values are sharded over the ranks. Pickle "
+                "copy.deepcopy(param), made on every rank, or do it inside zero.GatheredParameters"
+            )
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
 
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
@@ -107,8 +173,7 @@ def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
         cls: type[Any], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not reads_no_values(func):
-            for param in _released_in((args, kwargs or {})):
-                _gather_for(param, func)
+            return _read(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -142,19 +207,39 @@ def _released_in(value: Any) -> Iterable[nn.Parameter]:
         yield from _released_in(tuple(value.values()))
 
 
-def _gather_for(param: Any, func: Any) -> None:
-    """
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of a tensor that reads parameters whose values are sharded.
+
     Raises:
-        StateError: no observer gathers the unit.
+        StateError: no observer gathers the units.
     """
-    place: Place = param._zero_place
-    for event in place.span.events.sharded_read:
-        event(place.unit)
-    if getattr(type(param), "_zero_released", False):
-        raise StateError(
-            f"{getattr(func, '__name__', func)} read {place.span.name_of(place.index)!r}, whose values are sharded over the "
-            "ranks. Read it inside zero.GatheredParameters([param]), or in the model's forward"
-        )
+    params = list(_released_in((args, kwargs)))
+
+    def run() -> Any:
+        # The plain class, and not DisableTorchFunctionSubclass: user code that runs inside keeps its torch functions.
+        set_released(params, False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for param in params:
+                place = place_of(param)
+                if place is not None and not place.unit.is_shown:
+                    set_released((param,), True)
+
+    if getattr(func, "__name__", "") == "grad":  # torch.autograd.grad: parameters tell it where gradients go
+        return run()
+    read: Callable[[], Any] = run
+    places = [place for param in params if (place := place_of(param)) is not None]
+    for events in dict.fromkeys(place.span.events for place in places):
+        if not events.sharded_read:
+            place = next(place for place in places if place.span.events is events)
+            raise StateError(
+                f"{getattr(func, '__name__', func)} read {place.span.name_of(place.index)!r}, whose values are sharded over "
+                "the ranks. Read it inside zero.GatheredParameters([param]), or in the model's forward"
+            )
+        units = list(dict.fromkeys(place.unit for place in places if place.span.events is events))
+        read = partial(events.sharded_read[0], units, func, read)
+    return read()
 
 
 # The engine's own access ----------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from .parameter import set_raw_grad
 from .tape import Tape, Token, Use
 from .unit import State, Unit
 
+Calls = list[tuple[Use | None, int]]
+"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph."""
 _REDUCES_AHEAD = 1
 """Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
@@ -60,6 +62,7 @@ class Schedule:
         # Forward
         self._running: list[int] = [0] * len(self.units)
         self._depth = 0  # of calls of the root
+        self._keeps = False  # a backward may follow this forward: units of `Context.kept` stay
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
@@ -72,6 +75,7 @@ class Schedule:
         self._to_reduce: deque[Unit] = deque()
         self._reducing: deque[Unit] = deque()
         self._kept: set[Unit] = set()  # gathered until the backward ends
+        self._kept_to_step: set[Unit] = set()
         self._handles: list[Any] = []
         self._hook()
 
@@ -80,7 +84,7 @@ class Schedule:
         for unit in self.units:
             for host in unit.hosts:
                 calls: list[tuple[Use | None, int]] = []
-                before, after = partial(self._pre_forward, unit, calls), partial(self._post_forward, unit, calls)
+                before, after = partial(self.begin_use, unit, calls), partial(self._post_forward, unit, calls)
                 add(host.register_forward_pre_hook(before, prepend=True))
                 add(host.register_forward_hook(after, always_call=True))
         # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
@@ -104,6 +108,7 @@ class Schedule:
         self.context.check()
         for event in self.events.before_forward:
             event(args, kwargs)
+        self._keeps = torch.is_grad_enabled()
         self._running = [0] * len(self.units)
         self._last_order, self._order = self._order, []
 
@@ -117,27 +122,39 @@ class Schedule:
             hook = partial(_enter_root, weakref.ref(self))
             for node in nodes_of(tensors_in(output), 0):
                 node.register_prehook(hook)
-        elif self._tail is not None:
+        elif (
+            self._tail is not None and not self.tape.uses
+        ):  # else another rank's forward may have a graph, and keeps it
             self._tail.release()
             self._tail = None
-        self._release_prefetched()
+        self._release_prefetched(keeps=self._keeps)
         for event in self.events.after_forward:
             event(output)
         if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
 
-    def _release_prefetched(self) -> None:
+    def _release_prefetched(self, *, keeps: bool = False) -> None:
         if self.frees:
             for unit in self.units:
+                if keeps and unit.index in self.context.kept:
+                    continue
                 if unit.state is State.SHARDED or unit is self._tail or self._running[unit.index] or unit in self._kept:
                     continue
                 unit.release()
 
-    def _pre_forward(self, unit: Unit, calls: list[tuple[Use | None, int]], module: nn.Module, args: Any) -> None:
+    def begin_use(self, unit: Unit, calls: Calls, *_: Any) -> None:
+        """Code that reads the unit's parameters begins: the forward of a host, or one operation.
+
+        Args:
+            calls: to be passed to `end_use`.
+        """
         in_backward = backward_id() >= 0
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
             self.recover()
             self.context.check()
+            for event in self.events.before_part:
+                event(unit)
+            self._keeps = torch.is_grad_enabled()
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
@@ -149,31 +166,41 @@ class Schedule:
             if self.frees and not in_backward:
                 self._prefetch(unit)
             unit.wait()
-        elif self.frees and not in_backward:
-            self._prefetch(unit)
-        if not in_backward:
+        elif self.frees:
+            unit.show()
+            if not in_backward:
+                self._prefetch(unit)
+        if not in_backward and self._depth:
             self._order.append(unit)
         use = None
         if torch.is_grad_enabled() and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
             use = Use(unit, -1) if in_backward else self.tape.open(unit)
+            if self.frees:
+                for event in self.events.use_begun:
+                    event(unit)
         calls.append((use, next_sequence_number()))
 
     def _prefetch(self, unit: Unit) -> None:
         """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
         at = len(self._order)
-        if at + 1 < len(self._last_order) and self._last_order[at] is unit:
+        if self._depth and at + 1 < len(self._last_order) and self._last_order[at] is unit:
             self._last_order[at + 1].gather()
 
-    def _post_forward(
-        self, unit: Unit, calls: list[tuple[Use | None, int]], module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def _post_forward(self, unit: Unit, calls: Calls, module: nn.Module, args: Any, output: Any) -> None:
+        self.end_use(unit, calls, output)
+
+    def end_use(self, unit: Unit, calls: Calls, output: Any) -> None:
+        """The code has returned `output`: a backward that comes to it needs the unit."""
         if not calls:
             return
         use, first = calls.pop()
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
         if use is not None:
+            if self.frees:
+                for event in self.events.use_ended:
+                    event(unit)
             token = Token(use) if in_backward else self.tape.close(use)
             found = tensors_in(output)
             nodes = nodes_of(found, first)
@@ -182,11 +209,28 @@ class Schedule:
                 node.register_prehook(hook)
             if not nodes and not found and output is not None and self.frees:
                 self._kept.add(unit)  # its output cannot be searched: only the end of the backward is certain
-        if not self.frees or self._running[unit.index] or unit in self._kept:
+        if not self.frees or self._running[unit.index]:
+            return
+        unit.hide()  # whatever reads it from here on is a use of its own
+        if unit in self._kept:
             return
         if not in_backward:
-            self._tail = unit
+            # Not by this call's own grad mode: user code may run a part without a graph on one rank.
+            if not (self._keeps and unit.index in self.context.kept):
+                self._tail = unit
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
+            unit.release()
+
+    def keep(self, unit: Unit, *, to_step: bool) -> None:
+        """The unit stays gathered, as it is now, to the end of the next backward, or to the next step."""
+        self._kept.add(unit)
+        if to_step:
+            self._kept_to_step.add(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Release a unit that was kept to the end of the next backward, unless it is in use."""
+        if unit not in self._kept_to_step and not self._running[unit.index]:
+            self._kept.discard(unit)
             unit.release()
 
     # Backward ---------------------------------------------------------------------------------------------------------
@@ -196,6 +240,11 @@ class Schedule:
         """Whether this backward reduces gradients."""
         each = self.context.policy.reduce_each_backward and not self.defers
         return self.sync or each or self._wire.size == 1
+
+    @property
+    def holds_gradients(self) -> bool:
+        """This rank has gradients of earlier backwards that are not reduced."""
+        return self._needs_flush
 
     def begin(self) -> None:
         """The first hook of a backward."""
@@ -215,10 +264,18 @@ class Schedule:
         """Agree on what this backward may reach."""
         self._walked, self._entered, self._to_reduce = 0, [], deque()
         self._answer = None
+        if self.frees or self.sends:
+            answer = self.tape.start_agreement(
+                self._wire,
+                self.units,
+                each_use=self.frees,
+                mark=self.context.flags_mark,
+                refuse=self.context.refuse_other_flags,
+            )
         if self.frees:
-            self._to_reduce.extend(self.tape.start_agreement(self._wire, self.units, each_use=True)())
+            self._to_reduce.extend(answer())
         elif self.sends:
-            self._answer = self.tape.start_agreement(self._wire, self.units, each_use=False)
+            self._answer = answer
         else:
             self.tape.list_reachable()
         listed = [use for use in self.tape.uses if use.is_listed]
@@ -271,6 +328,20 @@ class Schedule:
         if unit.state is not State.GATHERED:
             unit.gather()
             unit.wait()
+
+    def reach(self, unit: Unit) -> bool:
+        """A backward reads what a graph saved of the unit's memory. Returns False if it had come to the unit by an output."""
+        if any(each.unit is unit for each in self._entered) and unit.state is State.GATHERED:
+            return False
+        if backward_id() >= 0:
+            self.begin()
+            for use in self._walk[self._walked :]:
+                if use.unit is unit:
+                    self.enter(use)  # in the order of the tape, like the ranks that come to its output
+                    return True
+        self._need(unit)
+        self._kept.add(unit)
+        return True
 
     def _finish_use(self, use: Use) -> None:
         """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""
@@ -339,7 +410,7 @@ class Schedule:
                 self._finish_use(use)
         self._entered = []
         if not self._keeps_graph:
-            self._kept.clear()
+            self._kept.intersection_update(self._kept_to_step)
             self._release_prefetched()
         self._finish()
 
@@ -398,6 +469,7 @@ class Schedule:
         self.recover()
         self._tail = None
         self._kept.clear()
+        self._kept_to_step.clear()
         for unit in self.units:
             if self.frees:
                 unit.release()
@@ -410,7 +482,7 @@ class Schedule:
             return
         if self.in_backward:
             self.lost = (
-                "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
+                "a backward of this step raised: its gradients are gone, and those of earlier backwards of the step with them"
             )
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
@@ -420,6 +492,7 @@ class Schedule:
             self._entered, self._walk = [], []
             self.tape.clear()
             self._kept.clear()
+            self._kept_to_step.clear()
             self._tail = None
             for unit in self.units:
                 unit.settle_transfers()

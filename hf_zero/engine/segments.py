@@ -55,14 +55,17 @@ class Segment:
         tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
             master on disk it is NaN and never has a gradient: the optimizer's own step passes over it.
         is_cleared: user code set its gradient to None since the last backward.
+        trains: one of the parameters requires a gradient. The tensor's flag says so too, until user code sets it.
     """
 
-    __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor")
+    __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor", "trains")
 
     def __init__(self, span: Span, start: int, stop: int, members: Sequence[int]) -> None:
         self.span, self.start, self.stop, self.members = span, start, stop, list(members)
-        self.tensor = nn.Parameter(self._values(), requires_grad=span.trainable)
         self.is_cleared = False
+        self.tensor: nn.Parameter
+        self.trains: bool
+        self.refill()
 
     @property
     def numel(self) -> int:
@@ -80,8 +83,13 @@ class Segment:
     def _values(self) -> Tensor:
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
-            return torch.full((1,), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
+            return torch.full((), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
         return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The elements of the master, 1-D; None on disk."""
+        return None if isinstance(self.span.master, OnDisk) else self.span.master[self.here]
 
     @property
     def shape(self) -> torch.Size:
@@ -99,6 +107,16 @@ class Segment:
         """The next step updates its elements."""
         bucket = self.span.bucket
         return bucket.grad is not None and not self.is_cleared and any(bucket.present[index] for index in self.members)
+
+    def show_flag(self) -> None:
+        """Give the optimizer's tensor `requires_grad` of its parameters."""
+        self.trains = any(self.span.params[index].requires_grad for index in self.members)
+        self.tensor.requires_grad_(self.trains)
+
+    def refill(self) -> None:
+        """Make the tensor again, of other bounds or members."""
+        self.tensor = nn.Parameter(self._values(), requires_grad=False)
+        self.show_flag()
 
     def rest_on(self, slice_values: Tensor) -> None:
         """The master has other memory now: that of `slice_values`."""
@@ -134,7 +152,7 @@ def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]
         ):
             last.stop = part.stop
             last.members.append(index)
-            last.tensor = nn.Parameter(last._values(), requires_grad=span.trainable)
+            last.refill()
         else:
             found.append(Segment(span, part.start, part.stop, [index]))
     if found and not found[-1].is_matrix and span.layout.used_numel < span.layout.numel:
@@ -148,7 +166,7 @@ def _take_padding(segment: Segment) -> None:
     low, _ = span.layout.bounds(span.rank)
     if low + segment.stop == span.layout.used_numel:
         segment.stop = span.local_numel
-        segment.tensor = nn.Parameter(segment._values(), requires_grad=span.trainable)
+        segment.refill()
 
 
 def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:
@@ -177,6 +195,7 @@ def split(
             raise StateError("a segment has a parameter of which this rank has no elements")
         stop = segment.stop if number == len(runs) - 1 else part.stop
         new = Segment(segment.span, start, stop, run)
+        new.report_grad(isinstance(segment.tensor, SegmentTensor))
         cut = slice(start - segment.start, stop - segment.start)
         out.append((new, {name: _part_of_state(value, segment, cut) for name, value in state.items()}))
         start = stop

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _MASK_BITS = 30
 """Uses of one unit that the ranks tell apart; further ones count as reachable."""
+_HIGHEST = (1 << 31) - 1
+"""What one number of an agreement can be."""
 
 
 class Use:
@@ -83,34 +85,45 @@ class Tape:
 
     # Agreement --------------------------------------------------------------------------------------------------------
 
-    def start_agreement(self, wire: SoloWire, units: Sequence[Unit], *, each_use: bool) -> Callable[[], list[Unit]]:
+    def start_agreement(
+        self, wire: SoloWire, units: Sequence[Unit], *, each_use: bool, mark: int, refuse: Callable[[], None]
+    ) -> Callable[[], list[Unit]]:
         """Start to agree on what this backward may reach; a collective. What is returned waits for it.
 
         Args:
             each_use: agree on each use: full parameters are released, so the ranks gather in the same order. Their tapes
                 have the same uses then. Else on units alone: ranks may have used different ones.
+            mark: must be the same on every rank, 0 to 2^31 - 1.
+            refuse: called on every rank where it is not.
 
         Returns:
             A function that marks the uses of this tape (`is_listed`) and returns the units to reduce, in order.
         """
-        return self._agree_on_uses(wire, units) if each_use else self._agree_on_units(wire, units)
+        begin = self._agree_on_uses if each_use else self._agree_on_units
+        return begin(wire, units, [mark, _HIGHEST - mark], refuse)
 
-    def _agree_on_units(self, wire: SoloWire, units: Sequence[Unit]) -> Callable[[], list[Unit]]:
+    def _agree_on_units(
+        self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
+    ) -> Callable[[], list[Unit]]:
         first = [0] * len(units)
         self.list_reachable()
         for use in self.uses:
             index = use.unit.index
             first[index] = first[index] or use.opened
-        answer = wire.start_maximum(first)
+        answer = wire.start_maximum([*first, *marks])
 
         def units_in_order() -> list[Unit]:
             agreed = answer()
+            if agreed.pop() != _HIGHEST - agreed.pop():
+                refuse()
             order = sorted((index for index, at in enumerate(agreed) if at), key=lambda index: (-agreed[index], -index))
             return [units[index] for index in order]
 
         return units_in_order
 
-    def _agree_on_uses(self, wire: SoloWire, units: Sequence[Unit]) -> Callable[[], list[Unit]]:
+    def _agree_on_uses(
+        self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
+    ) -> Callable[[], list[Unit]]:
         masks, seen = [0] * len(units), [0] * len(units)
         numbers: list[tuple[Use, int]] = []
         for use in self.uses:
@@ -121,10 +134,12 @@ class Tape:
             seen[index] += 1
         every = (1 << _MASK_BITS) - 1
         # The maximum of the masks and of their complements: equal on every rank exactly if the two are complements.
-        answer = wire.start_maximum([*masks, *(every & ~mask for mask in masks)])
+        answer = wire.start_maximum([*masks, *(every & ~mask for mask in masks), *marks])
 
         def units_in_order() -> list[Unit]:
             found = answer()
+            if found.pop() != _HIGHEST - found.pop():
+                refuse()
             agreed = found[: len(units)]
             if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):
                 agreed = [0] * len(units)

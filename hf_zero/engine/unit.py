@@ -41,9 +41,11 @@ class Unit:
         name: of the module that hosts it, or of its first parameter.
         hosts: modules whose forward uses it.
         index: its number among the model's units.
+        trained: spans whose gradients are reduced.
         step: an update of its offloaded spans by another thread; None if there is none.
         is_held: full parameters stay gathered, whatever passes do: `release` does nothing.
         is_apart: what user code writes to full parameters is not carried into the masters.
+        is_shown: operations on parameters read them as they are. Else each asks the observers first.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Unit:
         self.params = [param for span in spans for param in span.params]
         self.context, self.events = context, context.events
         self.state = State.GATHERED
+        self.is_shown = True
         self.step: UnitStep | None = None
         self.is_held = self.is_apart = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
@@ -119,8 +122,19 @@ class Unit:
         for span in self.spans:
             span.is_old = False
         self.state = State.GATHERED
-        if self.context.frees:
+        self.show()
+
+    def show(self) -> None:
+        """The full parameters are readable, and stay until their use is over."""
+        if not self.is_shown:
+            self.is_shown = True
             set_released(self.params, False)
+
+    def hide(self) -> None:
+        """The use of the full parameters is over. They may still be gathered."""
+        if self.is_shown and self.context.frees and not self.is_held:
+            self.is_shown = False
+            set_released(self.params, True)
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
@@ -136,7 +150,7 @@ class Unit:
         """Free the full parameters."""
         self.state = State.SHARDED
         # Parameters first: an operation on one whose buffer has no memory would crash the process.
-        set_released(self.params, True)
+        self.hide()
         for span in self.spans:
             span.close()
 
@@ -161,6 +175,23 @@ class Unit:
         self.context.step_wait_s += time.perf_counter() - started
         if error is not None:
             self.context.note_failure(error, half_done=True)
+
+    def follow_flags(self, *, keeps: bool) -> bool:
+        """Take up `requires_grad` of the parameters. The same on every rank.
+
+        Args:
+            keeps: ranks have gradients that are not reduced: what trained goes on to be reduced.
+
+        Returns:
+            Whether a span without parameters that train still has gradients. It is reduced with the others until it has none.
+        """
+        before = self.trained
+        self.trained = []
+        for span in self.spans:
+            span.follow_flags()
+            if span.trainable or span.bucket.grad is not None or (keeps and span in before):
+                self.trained.append(span)
+        return not all(span.trainable for span in self.trained)
 
     # Gradients --------------------------------------------------------------------------------------------------------
 

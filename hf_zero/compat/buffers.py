@@ -1,0 +1,331 @@
+"""Buffers follow rank 0 as under DistributedDataParallel, but only those that change.
+
+DDP sends all buffers of rank 0 before a forward, if the forward before that one built a graph outside `no_sync`. A buffer
+that all ranks change alike needs no message. So each rank keeps a sum of digests of its buffers, which the ranks compare at
+the end of each backward that reduces. Where the sums differ, the ranks exchange digests, and the buffers that differ are
+`live` from then on: rank 0's values are sent before forwards, all in one message. Batch norms are live from the start.
+
+Digests are taken of buffers that were written. Torch counts no writes through `buffer.data`, nor those of quantization
+observers: backwards 1, 2, 4, … and every 64th take the digests of all buffers. The second write makes a buffer live even
+where the ranks write alike, because a digest waits for the device.
+
+A forward without gradients at stages 0 to 2, and any forward inside `zero.unsharded`, may run on one rank alone. It takes
+rank 0's values from a message that was sent at the end of the last backward, or when the context began.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.wire import wire_device
+from ..core.precision import dtype_name
+from ..engine.engine import Engine
+from ..engine.observer import Observer
+from ..tiers.fingerprint import fingerprint
+
+Sign = tuple[tuple[int, ...], str]
+"""Shape and dtype."""
+Prints = dict[str, tuple[Sign, list[int]]]
+"""By name, sign and digest."""
+_ALIGN = 16
+"""The bytes of every buffer in a message begin at a multiple of this."""
+_EVERY = 64
+_MOST = 0x7FFFFFFF
+
+
+class Buffers(Observer):
+    """Finds buffers that ranks change differently, and sends rank 0's."""
+
+    def attach(self, engine: Engine) -> None:
+        self._engine, self._context, self._wire = engine, engine.context, engine.context.wire
+        self._model = engine.model
+        # Dicts, not tensors: user code assigns buffers, and creates them in the first forward.
+        self._dicts = [module._buffers for module in self._model.modules()]
+        self._live: dict[str, Sign] = {}
+        """In the order of their messages; the same on every rank."""
+        self._slots: list[tuple[dict[str, Tensor | None], str]] = []
+        self._skipped: set[tuple[int, str]] = set()
+        """Places of live buffers."""
+        self._own: set[str] = set()
+        """Of another shape or dtype on some rank: each rank keeps its own."""
+        self._prints: Prints = {}
+        self._sum = 0
+        self._written: set[str] = set()
+        """Written once, by all ranks alike."""
+        self._next: set[str] = set()
+        """To become live when the ranks have compared their sums."""
+        self._backwards = 0
+        self._is_due = True
+        """The next forward of all ranks sends; the same on every rank."""
+        self._takes = True
+        """The last forward of this rank built a graph outside `no_sync`: the next one has rank 0's values."""
+        self._ready: tuple[Tensor, list[tuple[Tensor | None, int]]] | None = None
+        """Rank 0's values for forwards of one rank, with this rank's buffers and their versions when they were sent."""
+        self._is_watched = self._wire.size > 1 and self._start()
+        self._seen = self._versions()
+
+    # The start --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> bool:
+        """Give every rank the values of rank 0. Returns False where no rank has a buffer. A collective."""
+        everyone: list[Prints] = self._wire.exchange(_prints(self._named()))
+        if not any(everyone):
+            return False
+        alike = self._alike(everyone)
+        wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
+        if wrong:
+            warnings.warn(
+                f"{len(wrong)} of {len(alike)} buffers differ between ranks, {wrong[0]!r} first; rank 0's values are used "
+                "(seed every rank alike before building the model to avoid this)",
+                stacklevel=6,
+            )
+            self._make_live(wrong, alike)
+            self._take(self._message())
+            self._live.clear()
+        norms = {
+            name for name, module in self._model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
+        }
+        self._make_live([name for name in alike if name.rpartition(".")[0] in norms], alike)
+        self._prints = _prints(self._watched())
+        self._sum = _sum(self._prints)
+        return True
+
+    def _named(self) -> dict[str, Tensor]:
+        """Buffers that can be sent."""
+        return {
+            name: buffer
+            for name, buffer in self._model.named_buffers()
+            if buffer.layout == torch.strided and not (buffer.is_meta or buffer.is_quantized or buffer.is_nested)
+        }
+
+    def _watched(self) -> dict[str, Tensor]:
+        """Buffers that are compared, not sent."""
+        return {
+            name: buffer
+            for name, buffer in self._named().items()
+            if name not in self._live and name not in self._own
+        }  # fmt: skip
+
+    def _alike(self, everyone: Sequence[Prints]) -> dict[str, Sign]:
+        """Return the buffers that have one shape and dtype on all ranks, in rank 0's order; warns once of all others."""
+        signs = {name: sign for name, (sign, _) in everyone[0].items()}
+        names = dict.fromkeys([*signs, *(name for theirs in everyone for name in theirs)])
+        own = [
+            name
+            for name in names
+            if any(name not in theirs or theirs[name][0] != signs.get(name) for theirs in everyone)
+        ]
+        if own:
+            self._own.update(own)
+            warnings.warn(
+                f"{len(own)} buffers are not of one shape and type on all ranks, {own[0]!r} first: each rank keeps its own",
+                stacklevel=7,
+            )
+        return {name: sign for name, sign in signs.items() if name not in self._own}
+
+    # What changes -----------------------------------------------------------------------------------------------------
+
+    def _versions(self) -> list[tuple[Tensor, int]]:
+        """Every buffer that is not live, with its version. Makes no call for each."""
+        skipped = self._skipped
+        return [
+            (buffer, -1 if buffer.is_inference() else buffer._version)
+            for of in self._dicts
+            if of
+            for name, buffer in of.items()
+            if buffer is not None and (id(of), name) not in skipped
+        ]
+
+    def tell(self) -> list[int]:
+        if not self._is_watched:
+            return []
+        self._backwards += 1
+        now, seen = self._versions(), self._seen
+        if len(now) != len(seen) or any(a is not b or v != w for (a, v), (b, w) in zip(now, seen)):
+            before = {id(buffer): version for buffer, version in seen}
+            self._compare({id(buffer) for buffer, version in now if before.get(id(buffer)) != version})
+            self._seen = now
+        elif not self._backwards & (self._backwards - 1) or self._backwards % _EVERY == 0:
+            self._compare(set())
+        return [self._sum, _MOST - self._sum]
+
+    def _compare(self, written: set[int]) -> None:
+        """Take digests of all buffers.
+
+        Args:
+            written: `id` of those that were written, as torch counts.
+        """
+        watched, before = self._watched(), self._prints
+        self._prints = _prints(watched)
+        for name, buffer in watched.items():
+            is_counted = id(buffer) in written
+            if not is_counted and self._prints[name] == before.get(name):
+                continue
+            # Nothing reports the next write of a buffer whose writes torch does not count.
+            if name in self._written or (name in before and not is_counted):
+                self._next.add(name)
+            self._written.add(name)
+        self._sum = _sum(self._prints)
+
+    def told(self, highest: list[int]) -> None:
+        if highest and highest[0] != _MOST - highest[1]:
+            self._resolve()
+        elif self._next:  # the sums are equal: all ranks have the same names here
+            self._make_live(sorted(self._next), {name: self._prints[name][0] for name in self._next})
+            self._forget_live()
+
+    def _resolve(self) -> None:
+        """Find the buffers that ranks have changed differently. A collective."""
+        told: list[tuple[Prints, set[str]]] = self._wire.exchange((self._prints, self._next))
+        everyone = [prints for prints, _ in told]
+        wanted = set[str]().union(*(names for _, names in told))
+        alike = self._alike(everyone)
+        wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
+        self._make_live(wrong + [name for name in alike if name in wanted and name not in wrong], alike)
+        self._forget_live()
+
+    def _forget_live(self) -> None:
+        """Compare live buffers no more."""
+        self._next.clear()
+        self._backwards = 0
+        kept = {name: each for name, each in self._prints.items() if name not in self._live and name not in self._own}
+        self._prints, self._seen = kept, self._versions()
+        self._sum = _sum(kept)
+
+    def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign]) -> None:
+        self._live |= {name: signs[name] for name in names}
+        self._ready = None
+        modules = dict(self._model.named_modules())
+        self._slots = []
+        for name in self._live:
+            owner, _, key = name.rpartition(".")
+            self._slots.append((modules[owner]._buffers, key))
+        self._skipped = {(id(of), key) for of, key in self._slots}
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_run_alone(self) -> bool:
+        return self._context.is_unsharded or not (self._context.frees or torch.is_grad_enabled())
+
+    def before_forward(self, args: Any, kwargs: Any) -> None:
+        """Send rank 0's buffers where they are due, or take those that were sent. A collective in the first case."""
+        if not self._live or self._context.keeps_buffers:
+            return
+        if self._may_run_alone:
+            if self._takes and self._ready is not None:
+                self._take(*self._ready)
+            return
+        self._ready = None
+        if self._is_due:
+            message = self._message()
+            if self._takes:
+                self._take(message)
+
+    def after_forward(self, output: Any) -> None:
+        if self._is_watched and not self._context.keeps_buffers:
+            self._takes = self._engine.schedule.sync and torch.is_grad_enabled()
+            if not self._may_run_alone:
+                self._is_due = self._takes
+
+    def after_backward(self) -> None:
+        if self._live and self._engine.schedule.sync and not self._context.frees:
+            self._make_ready()
+
+    def before_unsharded(self) -> None:
+        if self._live:
+            self._make_ready()
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def _make_ready(self) -> None:
+        """Send rank 0's buffers for forwards of one rank. A collective where they are due."""
+        if self._is_due and self._ready is None and not self._context.keeps_buffers:
+            now = [of.get(key) for of, key in self._slots]
+            self._ready = self._message(), [(buffer, _version(buffer)) for buffer in now]
+
+    def _starts(self) -> list[int]:
+        sizes = (-(-_nbytes(sign) // _ALIGN) * _ALIGN for sign in self._live.values())
+        return list(accumulate(sizes, initial=0))
+
+    @torch.no_grad()
+    def _message(self) -> Tensor:
+        """Return rank 0's live buffers as bytes, and behind them flags: the buffer has the agreed sign. A collective."""
+        *starts, end = self._starts()
+        device = wire_device(self._wire, self._context.device)
+        message = torch.zeros(end + len(starts), dtype=torch.uint8, device=device)
+        if self._wire.rank == 0:
+            flags = []
+            for (of, key), sign, start in zip(self._slots, self._live.values(), starts):
+                buffer = of.get(key)
+                flags.append(buffer is not None and _sign(buffer) == sign)
+                if buffer is not None and flags[-1]:
+                    message[start : start + _nbytes(sign)].copy_(_bytes(buffer))
+            message[end:].copy_(torch.tensor(flags, dtype=torch.uint8, device="cpu"))
+        self._wire.broadcast(message)
+        return message
+
+    @torch.no_grad()
+    def _take(self, message: Tensor, known: Sequence[tuple[Tensor | None, int]] = ()) -> None:
+        """Give this rank's buffers the values of a message.
+
+        Args:
+            known: buffers and versions when the message was sent: what this rank has written since stays.
+        """
+        if self._wire.rank == 0:
+            return
+        *starts, end = self._starts()
+        flags = message[end:].bool()
+        for at, ((of, key), sign) in enumerate(zip(self._slots, self._live.values())):
+            buffer = of.get(key)
+            if buffer is None or _sign(buffer) != sign:
+                continue
+            if known and (buffer is not known[at][0] or _version(buffer) != known[at][1]):
+                continue
+            value = message[starts[at] : starts[at] + _nbytes(sign)].view(buffer.dtype).view(buffer.shape)
+            # Selects on the device: reading the flag would wait for it.
+            value = torch.where(flags[at], value, buffer.to(value.device))
+            if buffer.is_inference():
+                of[key] = value.to(buffer.device)
+                continue
+            # A graph may hold the buffer (two forwards, one backward). As under DDP, autograd must not count this write.
+            with torch.autograd._unsafe_preserve_version_counter(buffer):
+                buffer.copy_(value)
+
+
+def _sum(prints: Prints) -> int:
+    return sum(zlib.crc32(f"{name} {each}".encode()) for name, each in prints.items()) & _MOST
+
+
+def _prints(buffers: Mapping[str, Tensor]) -> Prints:
+    """Signs and digests of these buffers, with one wait for the device."""
+    prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
+    values: list[Any] = torch.stack(prints).tolist() if prints else []
+    return {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
+
+
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _sign(buffer: Tensor) -> Sign:
+    return tuple(buffer.shape), dtype_name(buffer.dtype)
+
+
+def _nbytes(sign: Sign) -> int:
+    shape, dtype = sign
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """Return the values as 1-D uint8."""
+    plain = torch.view_as_real(buffer.detach().resolve_conj()) if buffer.is_complex() else buffer.detach()
+    return plain.contiguous().reshape(-1).view(torch.uint8)

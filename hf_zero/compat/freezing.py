@@ -1,0 +1,128 @@
+"""Parameters that user code freezes, or lets train again, between two steps.
+
+A span that was frozen at build has a master, segments and a bucket like any other. So it can begin to train, and a span whose
+parameters are all frozen sends nothing. Where some of them are, presence splits the segments.
+
+Changes are found as user code makes them, and taken up when the next forward or backward begins. Gradients that exist by then
+are still reduced and used, as in torch. The mark of all flags travels with what ranks agree on as a backward begins: where
+ranks differ, all of them raise.
+
+Flags of the tensors in optimizer groups (`group["params"]`) hold for the model's parameters too, for whole groups: a rank has
+other tensors there than its neighbours.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from torch import nn
+
+from ..engine.engine import Engine
+from ..engine.observer import Observer
+from ..engine.optimizer import Binding
+from ..engine.parameter import place_of
+from ..engine.unit import Unit
+from ..errors import LayoutError
+
+_ADVICE = "Set requires_grad of the model's own parameters instead (module.requires_grad_(False))"
+
+
+class Freezing(Observer):
+    """Follows `requires_grad` of a model's parameters and of the tensors in its optimizers' groups."""
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed: dict[Unit, None] = {}
+        self._marks = {unit: _mark_of(unit) for unit in engine.units}
+        self._frozen_by_group: set[nn.Parameter] = set()
+        self._seen: dict[nn.Parameter, bool] = {}
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def requires_grad_set(self, param: nn.Parameter) -> None:
+        place = place_of(param)
+        if place is not None:
+            self._changed[place.unit] = None
+
+    def before_forward(self, args: Any, kwargs: Any) -> None:
+        self._follow()
+
+    def before_part(self, unit: Unit) -> None:
+        self._follow()
+
+    def before_backward(self) -> None:
+        self._follow()
+
+    # Changes ----------------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Take up what changed since the last pass. Without communication."""
+        for binding in self._engine.bindings:
+            for group in range(len(binding.segments)):
+                self._follow_group(binding, group)
+        if not self._changed:
+            return
+        if self._engine.config.step_in_backward:
+            self._refuse_frozen()
+        changed, self._changed = self._changed, {}
+        keeps = self._engine.schedule.holds_gradients
+        for unit in changed:
+            if unit.follow_flags(keeps=keeps):
+                self._changed[unit] = None  # frozen, with gradients: looked at again until it has none
+            self._marks[unit] = _mark_of(unit)
+        marks = b"".join(mark.to_bytes(4, "little") for mark in self._marks.values())
+        self._engine.context.flags_mark = zlib.crc32(marks) & 0x7FFFFFFF
+
+    def _refuse_frozen(self) -> None:
+        for unit in self._changed:
+            for span in unit.spans:
+                for index, param in enumerate(span.params):
+                    if span.layout.trainable and not param.requires_grad:
+                        raise LayoutError(
+                            f"{span.name_of(index)!r} was frozen in the middle of training. step_in_backward updates a unit "
+                            "before the others have their gradients, and does not support that. Freeze before the model is "
+                            "sharded, or set step_in_backward to False"
+                        )
+
+    # Optimizer groups -------------------------------------------------------------------------------------------------
+
+    def _follow_group(self, binding: Binding, number: int) -> None:
+        """Let the model's parameters have the flags that user code gave a group's tensors.
+
+        Raises:
+            LayoutError: it gave them to some of the tensors.
+        """
+        segments, params = binding.segments[number], binding.originals[number]
+        changed = [segment for segment in segments if segment.tensor.requires_grad is not segment.trains]
+        if segments:
+            if not changed:
+                return
+            trains = changed[0].tensor.requires_grad
+            if any(segment.tensor.requires_grad is not trains for segment in segments):
+                raise LayoutError(
+                    f"requires_grad of some tensors in group {number} of {type(binding.optimizer).__name__} was set. On every "
+                    f"rank these are parts of other parameters. {_ADVICE}"
+                )
+        else:  # this rank has no elements of the group
+            empty = binding.empty_of(number)
+            trains = empty.requires_grad
+            if self._seen.get(empty, True) is trains:
+                return
+            self._seen[empty] = trains
+        if trains:
+            thawed = [param for param in params if param in self._frozen_by_group]
+            if not any(param.requires_grad for param in params):
+                thawed = params
+        else:
+            thawed = []
+            self._frozen_by_group.update(param for param in params if param.requires_grad)
+        for param in thawed if trains else params:
+            param.requires_grad = trains
+        self._frozen_by_group.difference_update(thawed)
+        for segment in changed:
+            segment.show_flag()
+
+
+def _mark_of(unit: Unit) -> int:
+    return zlib.crc32(bytes(param.requires_grad for param in unit.params))

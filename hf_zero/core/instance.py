@@ -1,0 +1,64 @@
+"""Methods put on instances of modules and optimizers, and taken off again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any
+
+_MISSING: Any = object()
+
+
+class Replaced:
+    """What is called as a method of an instance. Copies of the instance call what they would call without it."""
+
+    def __init__(self, target: Any, name: str, method: Callable[..., Any], stock: Any) -> None:
+        update_wrapper(self, stock, updated=())
+        self._target, self._name, self._method = weakref.ref(target), name, method
+
+    def __call__(self, instance: Any, *args: Any, **kwargs: Any) -> Any:
+        if instance is self._target():
+            return self._method(*args, **kwargs)
+        return getattr(type(instance), self._name)(instance, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replaced:
+        return self
+
+
+class Patches:
+    """Methods of instances that were replaced, until `take_off`."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def method(self, target: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace a method of an instance.
+
+        Args:
+            make: called with the bound method that the instance has; returns what is called in its place, without `self`.
+        """
+        own = target.__dict__
+        before = own.get(name, _MISSING)
+        stock = getattr(target, name, _nothing)
+        own[name] = MethodType(Replaced(target, name, make(stock), stock), target)
+        self._undo.append(partial(_put_back, own, name, own[name], before))
+
+    def take_off(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a method that the class does not have."""
+
+
+def _put_back(own: dict[str, Any], name: str, method: Any, before: Any) -> None:
+    """An instance has the attribute that it had before `method`, unless user code has replaced `method` since."""
+    if own.get(name) is not method:
+        return
+    if before is _MISSING:
+        del own[name]
+    else:
+        own[name] = before
