@@ -20,6 +20,7 @@ from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
+from .unbound import Unbound
 from .writes import Writes
 
 
@@ -41,4 +42,5 @@ def observers() -> list[Observer]:
         StateDicts(),
         Writes(),
         Replaced(),
+        Unbound(),
     ]
