@@ -21,6 +21,7 @@ from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
+from .unbound import Unbound
 from .writes import Writes
 
 
@@ -43,4 +44,5 @@ def observers() -> list[Observer]:
         StateDicts(),
         Writes(),
         Replaced(),
+        Unbound(),
     ]

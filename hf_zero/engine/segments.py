@@ -127,7 +127,13 @@ class Segment:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         grad = self.span.bucket.grad
         is_hidden = self.span.context.is_stepping and self.span.tier is not Tier.DEVICE
-        if not self.has_grad or not isinstance(grad, Tensor) or isinstance(self.span.master, OnDisk) or is_hidden:
+        if (
+            self.span.context.away
+            or not self.has_grad
+            or not isinstance(grad, Tensor)
+            or isinstance(self.span.master, OnDisk)
+            or is_hidden
+        ):
             set_raw_grad(self.tensor, None)
             return
         set_raw_grad(self.tensor, grad[self.start : self.stop].view(self.tensor.shape))
