@@ -70,7 +70,7 @@ class ShardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         values = raw_data(self)
         for event in self._zero_place.span.events.data_read:
-            event(self)
+            event(self, values)
         return values
 
     @data.setter
@@ -84,6 +84,12 @@ class ShardedParameter(nn.Parameter):
         place.span.put(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
+
+    def set_(self, *source: Any, **options: Any) -> Any:
+        """Assign values, as `data = values` does: parametrizations call it to replace a parameter's memory."""
+        with torch.no_grad():
+            self.data = torch.empty(0, dtype=self.dtype, device=self.device).set_(*source, **options)
+        return self
 
     @property
     def grad(self) -> Tensor | None:

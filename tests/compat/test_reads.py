@@ -91,6 +91,28 @@ def test_held_views_are_snapshots(two: RankPool) -> None:
         assert ["still held" in text for text in found] == [True, True, False, True]
 
 
+class Keeps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.weight.data[0]
+        return super().forward(x)
+
+
+def held_in_a_forward(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Keeps(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = model[0].weight.detach()[0].clone()
+    shard(model, optimizer, ZeroConfig(stage=3, stall_s=20.0))
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    assert torch.equal(model[0].kept, expected)
+    with pytest.raises(StateError, match="still held"):
+        optimizer.step()
+
+
+def test_data_that_outlives_its_forward_is_a_snapshot(two: RankPool) -> None:
+    two.run(held_in_a_forward)
+
+
 def copies(rank: int, world: int) -> None:
     model, optimizer, engine = sharded()
     whole = copy.deepcopy(model)
