@@ -88,7 +88,7 @@ class ShardedParameter(nn.Parameter):
     def set_(self, *source: Any, **options: Any) -> Any:
         """Assign values, as `data = values` does: parametrizations call it to replace a parameter's memory."""
         with torch.no_grad():
-            self.data = torch.empty(0, dtype=self.dtype, device=self.device).set_(*source, **options)
+            self.data = torch.empty(0, dtype=self.dtype, device=self.device).set_(*source, **options).clone()
         return self
 
     @property
