@@ -14,6 +14,7 @@ its values: the span gets another storage. The next forward or step raises then,
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ _ADDRESSES = frozenset(
     {"data_ptr", "storage", "untyped_storage", "numpy", "__array__", "__dlpack__", "__cuda_array_interface__"}
 )
 """Functions whose result refers to the memory and is no tensor."""
+
+_COLLECTIVE_S = 0.5
+"""User code's own collectives (`dist.broadcast(p.data, 0)`) drop their tensors some time after they have ended."""
 
 
 class OnDemand(Observer):
@@ -122,6 +126,9 @@ class OnDemand(Observer):
         old, self._old = self._old, {}
         if any(map(_any_alive, old.values())):
             gc.collect()
+            deadline = time.monotonic() + _COLLECTIVE_S
+            while any(map(_any_alive, old.values())) and time.monotonic() < deadline:
+                time.sleep(0.001)
         for name, is_held in zip(old, self._wire.start_maximum([_any_alive(views) for views in old.values()])()):
             if is_held:
                 raise StateError(

@@ -4,26 +4,60 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ..comm.agree import read
 from ..core.layout import Layout, ParamSpec
+from ..core.precision import dtype_of
 from ..errors import LayoutError
 from ..plan.costs import Placement
 from ..plan.plan import Drafter
 from .context import Context
 from .optimizer import Groups
+from .optimizer_kinds import Kind, state_bytes, step_cost
 from .parameter import disown, set_raw_data
 from .span import Span
 from .unit import Unit
 
 
-def specs_of(drafter: Drafter, originals: Sequence[Groups]) -> list[list[ParamSpec]]:
-    """By unit, what the layout must know of each parameter. Which group it is in does not matter to the layout."""
-    updated = {param: 0 for groups in originals for params in groups for param in params}
-    return drafter.specs(updated)
+def specs_of(
+    drafter: Drafter,
+    originals: Sequence[Groups],
+    optimizers: Sequence[torch.optim.Optimizer],
+    kinds: Sequence[Kind],
+) -> list[list[ParamSpec]]:
+    """By unit, what the layout must know of each parameter. Of groups it need not know.
+
+    Parameters of several optimizers are in spans of their own: one optimizer's gradients are cleared and updated without
+    another's.
+    """
+    owner = {
+        p: (number, at) for number, groups in enumerate(originals) for at, params in enumerate(groups) for p in params
+    }
+    optimizer_of = {param: number for param, (number, _) in owner.items()}
+    specs = drafter.specs(dict.fromkeys(owner, 0), optimizer_of=optimizer_of)
+    over_matrices = [number for number, kind in enumerate(kinds) if kind is Kind.MATRICES]
+    if not over_matrices:
+        return specs
+    sizes: dict[object, tuple[int, ...]] = {}
+
+    def with_owner(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
+        # A trained parameter that no optimizer has may join one later.
+        number, at = owner.get(param, (over_matrices[0] if spec.trainable else -1, 0))
+        if number not in over_matrices:
+            return spec
+        key = number, at, spec.shape, spec.master_dtype
+        if key not in sizes:
+            sizes[key] = state_bytes(optimizers[number], at, spec.shape, dtype_of(spec.master_dtype))
+        return replace(spec, step_cost=step_cost(optimizers[number], spec.shape), state_bytes=sizes[key])
+
+    return [
+        [with_owner(spec, param) for spec, param in zip(unit, group.params)]
+        for unit, group in zip(specs, drafter.groups)
+    ]
 
 
 def build_units(

@@ -35,6 +35,7 @@ class Context:
         layout: of all units; integers only.
         plan: what is stored where, and what it costs.
         units: in registration order.
+        kept: indices of units that stay gathered from a forward to its backward. The same on every rank.
         flags_mark: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
@@ -56,6 +57,7 @@ class Context:
     layout: Layout
     plan: Plan
     units: list[Unit] = field(default_factory=list)
+    kept: frozenset[int] = frozenset()
     flags_mark: int = 0
     failure: str | None = None
     is_stepping: bool = False

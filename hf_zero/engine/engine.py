@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,25 +17,25 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.precision import Precision
-from ..errors import ConfigError, LayoutError, StateError, ZeroError
+from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.tier import Tier
 from . import weighing
+from .bound import Bound
 from .build import give_back
-from .clipping import Parts, clip_norm, clip_value
+from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
 from .graph import backward_id
 from .host_step import Stepper
 from .observer import Observer
-from .optimizer import Binding, StepWrapper
-from .optimizer_dict import load_state_dict, state_dict, unbind
+from .optimizer import Binding
+from .optimizer_dict import unbind
 from .optimizer_state import whole_states
-from .parameter import place_of, set_raw_grad
+from .parameter import set_raw_grad
 from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
 from .saving import load, outline, save
 from .schedule import Schedule
-from .segments import Segment
 from .span import Span
 from .unit import Unit
 from .unsharded import Hold, same_on_all_ranks
@@ -60,7 +59,6 @@ class Engine:
         self.context, self.bindings = context, bindings
         self.model, self.units, self._wire, self.events = context.model, context.units, context.wire, context.events
         self.schedule = Schedule(context, self._after_sync)
-        self.stepper = Stepper(context, bindings, self.schedule) if context.config.offload_optimizer != "none" else None
         self.saves = Saves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
@@ -71,8 +69,8 @@ class Engine:
             cast = {param for span in spans for param in span.params}
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
-        for binding in bindings:
-            self._take_methods(binding)
+        self._bound = Bound(self, bindings)
+        self._undo.append(self._bound.detach)
         for observer in context.events.observers:
             observer.attach(self)
             self._undo.append(observer.detach)
@@ -118,23 +116,10 @@ class Engine:
     def trained(self) -> list[Span]:
         return [span for unit in self.units for span in unit.trained]
 
-    def _take_methods(self, binding: Binding) -> None:
-        optimizer = binding.optimizer
-        binding.guard_state(self.wait_for_steps)
-        self._undo.append(StepWrapper(binding, self._before_step, self._after_step, self._step_failed).remove)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            self.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer.state_dict = partial(self._optimizer_state_dict, binding)  # type: ignore[method-assign]
-        optimizer.load_state_dict = partial(self._load_optimizer_state_dict, binding)  # type: ignore[method-assign]
-        for name in ("zero_grad", "state_dict", "load_state_dict"):
-            self._undo.append(partial(optimizer.__dict__.pop, name, None))
-
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def _after_sync(self) -> None:
+        self._bound.follow_groups()
         self._presence.agree()
 
     def fit_segments(self, span: Span) -> None:
@@ -211,39 +196,19 @@ class Engine:
 
     # Step -------------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, binding: Binding) -> None:
-        if self.schedule.in_backward:
-            self.schedule.recover()
-        if self.schedule.in_backward:
-            raise StateError(
-                "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
-            )
-        self.context.check()
-        self.context.refuse_unsharded("optimizer.step()")
-        self._wire.watch.phase = "optimizer.step()"
-        binding.guard_state(self.wait_for_steps)
-        self.schedule.flush()
-        if self.schedule.lost is not None:
-            raise StateError(f"optimizer.step(): {self.schedule.lost}. Call zero_grad() and repeat the step")
-        for event in self.events.before_step:
-            event(binding.optimizer)
-        self.schedule.quiesce()
-        if self.stepper is not None:
-            self.stepper.prepare(binding)
+    def bind(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        """Bind an optimizer, or optimizers, over the model's parameters. A collective.
 
-    def _after_step(self, binding: Binding) -> None:
-        if self.stepper is not None:
-            self.stepper.begin(binding)
-        self.refresh(binding.spans)
-        if not self.context.frees:
-            self.context.raise_failures("optimizer.step()")
-        self._wire.watch.step += 1
-        self.schedule.stepped()
-        for event in self.events.after_step:
-            event(binding.optimizer)
+        Args:
+            optimizer: one joins those that are bound, in the place of those that have one of its parameters. A list takes the
+                place of all. Optimizers that were bound keep their state.
 
-    def _step_failed(self, binding: Binding, reason: str) -> None:
-        self.context.failure = reason
+        Raises:
+            LayoutError: parameters that it cannot have.
+            UnsupportedOptimizerError: it cannot step over a sharded model.
+            RankMismatchError: other ranks bind other optimizers.
+        """
+        self._bound.bind(optimizer)
 
     @torch.no_grad()
     def refresh(self, spans: Sequence[Span] | None = None) -> None:
@@ -322,7 +287,7 @@ class Engine:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
         Args:
-            max_norm: `inf` only measures.
+            max_norm: `inf` only measures (NaN with `step_in_backward`, which keeps no gradients).
             norm_type: order of the norm; `inf` for the largest magnitude.
             parameters: of the model, these alone.
 
@@ -332,8 +297,11 @@ class Engine:
         Raises:
             LayoutError: a parameter is not of the sharded model.
         """
-        self._before_clipping("clip_grad_norm_")
-        return clip_norm(self._parts_to_clip(parameters), self._wire, float(max_norm), float(norm_type))
+        if self.config.step_in_backward and max_norm == float("inf"):
+            return torch.tensor(float("nan"), device="cpu")  # nothing is left to measure
+        self.complete_gradients("clip_grad_norm_")
+        parts = parts_to_clip(self.trained, self.context, parameters)
+        return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
@@ -341,42 +309,27 @@ class Engine:
         Raises:
             LayoutError: a parameter is not of the sharded model.
         """
-        self._before_clipping("clip_grad_value_")
-        clip_value(self._parts_to_clip(parameters), self._wire, clip_value_)
+        self.complete_gradients("clip_grad_value_")
+        clip_value(parts_to_clip(self.trained, self.context, parameters), self._wire, clip_value_)
 
-    def _parts_to_clip(self, parameters: Iterable[nn.Parameter] | None) -> Parts:
-        """By span, which elements of its slice belong to these parameters, or to segments of them."""
-        if parameters is None:
-            return {span: [slice(0, span.local_numel)] for span in self.trained}
-        found: dict[Span, list[slice]] = {span: [] for span in self.trained}
-        wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        segments: dict[Tensor, Segment] = {
-            segment.tensor: segment for span in self.trained for segment in span.segments
-        }
-        for param in wanted:
-            place, segment = place_of(param), segments.get(param)
-            if segment is not None:
-                found[segment.span].append(segment.here)
-            elif place is None or place.unit.context is not self.context:
-                raise LayoutError(
-                    f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with "
-                    "torch.nn.utils"
-                )
-            elif place.span in found and (part := place.span.part_of(place.index)) is not None:
-                found[place.span].append(part.here)
-        if wanted >= {param for span in self.trained for param in span.params}:
-            return self._parts_to_clip(None)
-        return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
+    def complete_gradients(self, what: str) -> None:
+        """Make reduced gradients ready for use outside of a step: what waits on this rank is reduced. A collective then.
 
-    def _before_clipping(self, what: str) -> None:
-        if self.context.config.step_in_backward and self.stepper is not None:
+        Raises:
+            StateError: inside a backward; with `step_in_backward`, which keeps no gradients.
+        """
+        if backward_id() >= 0:
             raise StateError(
-                f"{what}: step_in_backward updates parameters before all gradients are there, so nothing can be clipped. "
-                "Set step_in_backward to False, or do not clip (max_grad_norm=0 in TrainingArguments)"
+                f"{what} inside a backward: other ranks' gradients are not there. Do it after the backward"
+            )
+        if self.config.step_in_backward:
+            raise StateError(
+                f"{what}: step_in_backward updates parameters before all gradients are there, and keeps none. Set it to "
+                "False, or do not clip (max_grad_norm=0 in TrainingArguments)"
             )
         self.schedule.flush()
         self.wait_for_steps()
-        for event in self.events.before_clip:
+        for event in self.events.before_gradients:
             event()
 
     # Full parameters --------------------------------------------------------------------------------------------------
@@ -454,7 +407,8 @@ class Engine:
         Raises:
             StateError: the engine does not have this optimizer.
         """
-        binding = self._binding_of(optimizer)
+        self._bound.follow_groups()
+        binding = self._bound.get(optimizer)
         groups = zip(optimizer.param_groups, binding.originals)
         names = self.context.names
         named = [{**group, "params": [names[param][0] for param in params]} for group, params in groups]
@@ -463,22 +417,6 @@ class Engine:
     def group_options(self) -> list[dict[str, Any]]:
         """Return the groups of all optimizers: their options, and under `params` the parameters' names."""
         return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
-
-    def _binding_of(self, optimizer: torch.optim.Optimizer) -> Binding:
-        for binding in self.bindings:
-            if binding.optimizer is optimizer:
-                return binding
-        raise StateError(
-            f"this {type(optimizer).__name__} is not an optimizer of the engine. Call engine.bind(optimizer)"
-        )
-
-    def _optimizer_state_dict(self, binding: Binding) -> dict[str, Any]:
-        self.finish_step()
-        return state_dict(binding, self._wire)
-
-    def _load_optimizer_state_dict(self, binding: Binding, state: Mapping[str, Any]) -> None:
-        self.finish_step()
-        load_state_dict(binding, self._wire, state)
 
     # Files ------------------------------------------------------------------------------------------------------------
 

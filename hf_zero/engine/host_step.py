@@ -30,7 +30,7 @@ from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
-from .twin import Twin, is_elementwise
+from .twin import Twin, copied, is_elementwise
 from .unit import Unit
 
 
@@ -100,10 +100,11 @@ class Stepper:
         """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
         twin, self._twin = self._twin or self._new_twin(binding), None
         self._context.is_stepping = self._context.has_updated = False
-        self._updated.clear()
+        updated, self._updated = self._updated, set()
         after = self._storage.link.mark()
         for unit in self._units:
-            self._start(unit, binding, twin, after)
+            if unit not in updated:
+                self._start(unit, binding, twin, after)
             for span in unit.trained:
                 for segment in span.segments:
                     segment.show_grad()
@@ -158,11 +159,13 @@ class Stepper:
             for segment in group:
                 span = segment.span
                 bucket = span.bucket
-                if span not in unit.trained or span.tier is Tier.DEVICE or bucket.grad is None:
+                if span not in unit.trained or span.tier is Tier.DEVICE:
                     continue
-                if segment.has_grad:
+                if segment.has_grad or binding.moves_all:
                     known = dict(binding.state_of(segment))
-                    pieces.append(Piece(segment, number, bucket.grad, bucket.factor, known))
+                    pieces.append(
+                        Piece(segment, number, bucket.grad if segment.has_grad else None, bucket.factor, known)
+                    )
                     arrivals.append(bucket.land)
         if not pieces:
             return
@@ -214,7 +217,8 @@ class Stepper:
         def memory(_: str, dtype: torch.dtype) -> Tensor:
             return self._storage.link.empty(segment.numel, dtype, travels=False)
 
-        master, grad = cast(Tensor, piece.span.master)[segment.here], cast(Tensor, piece.grad)[segment.here]
+        master = cast(Tensor, piece.span.master)[segment.here]
+        grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
         entries = self._update(step, piece, segment.start, master, grad, piece.known, memory)
         self._keep_state(step, piece, entries)
 
@@ -224,8 +228,8 @@ class Stepper:
         for slab in self._ring.slabs_of(piece):
             slot, numel = self._ring.next(slab), slab.stop - slab.start
             values = slot.values
-            master, grad = values.pop(MASTER), values.pop(GRAD)
-            if piece.factor is not None:
+            master, grad = values.pop(MASTER), values.pop(GRAD, None)
+            if piece.factor is not None and grad is not None:
                 grad.mul_(piece.factor)
             single = {name: value for name, value in piece.known.items() if name not in values}
 
@@ -235,7 +239,8 @@ class Stepper:
             entries = self._update(step, piece, slab.start, master, grad, {**single, **values}, memory)
             targets: list[tuple[OnDisk, Tensor]] = [(_on_disk(piece.span.master)[slab.here], master)]
             for name, value in entries.items():
-                if is_elementwise(name, value, numel):
+                # A matrix's arrays of other shapes stay in host memory.
+                if is_elementwise(name, value, numel) and (not segment.is_matrix or value.shape == segment.shape):
                     kept[name] = self._home(piece, name, value.dtype)
                     targets.append((kept[name][slab.in_segment], value.view(-1)))
                 else:
@@ -265,7 +270,7 @@ class Stepper:
         piece: Piece,
         start: int,
         master: Tensor,
-        grad: Tensor,
+        grad: Tensor | None,
         entries: dict[str, Any],
         memory: Callable[[str, torch.dtype], Tensor],
     ) -> dict[str, Any]:
@@ -274,37 +279,74 @@ class Stepper:
         Args:
             memory: makes memory for a new element-wise state.
         """
+        if piece.segment.is_matrix:
+            return self._update_matrix(step, piece, start, master, grad, entries, memory)
         numel, group, twin, sizes = master.numel(), piece.group, step.twin, self._storage.sizes
         width = sizes.block_numel if twin.is_fused(group) else sizes.loop_numel
-        if piece.segment.is_matrix:
-            width = max(1, numel)
         names = [name for name, value in entries.items() if is_elementwise(name, value, numel)]
-        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries) and not piece.segment.is_matrix
-        kernel = twin.kernels[group] if has_moments else None
+        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries)
+        kernel = twin.kernels[group] if has_moments and grad is not None else None
         count = entries["step"] + 1 if kernel is not None else None
         out: dict[str, Any] = {name: entries[name] for name in names}
         for low in range(0, numel, width):
             here = slice(low, min(low + width, numel))
-            values, part = master[here], grad[here]
-            if kernel is not None and count is not None:
+            values, part = master[here], None if grad is None else grad[here]
+            if kernel is not None and count is not None and part is not None:
                 kernel(values, part, entries["exp_avg"][here], entries["exp_avg_sq"][here], count)
                 self._publish(piece.span, start + low, values, step.after)
                 continue
-            shape = piece.segment.tensor.shape if piece.segment.is_matrix else values.shape
-            state = {name: _copied(value) for name, value in entries.items() if name not in names}
-            state |= {name: out[name].view(-1)[here].view(shape) for name in names}
-            for name, value in twin.step(group, values.view(shape), part.view(shape), state).items():
+            state = {name: copied(value) for name, value in entries.items() if name not in names}
+            state |= {name: out[name][here] for name in names}
+            for name, value in twin.step(group, values, part, state).items():
                 if not is_elementwise(name, value, values.numel()):
                     out[name] = value
                     continue
                 if name not in out:
-                    whole = memory(name, value.dtype)
-                    out[name] = whole.view(value.shape) if value.numel() == numel else whole
-                target = out[name].view(-1)[here]
+                    out[name] = memory(name, value.dtype)
+                target = out[name][here]
                 if target.data_ptr() != value.data_ptr():
-                    target.copy_(value.reshape(-1))
+                    target.copy_(value)
             self._publish(piece.span, start + low, values, step.after)
         return {**entries, "step": count} if kernel is not None else out
+
+    def _update_matrix(
+        self,
+        step: UnitStep,
+        piece: Piece,
+        start: int,
+        master: Tensor,
+        grad: Tensor | None,
+        entries: dict[str, Any],
+        memory: Callable[[str, torch.dtype], Tensor],
+    ) -> dict[str, Any]:
+        """Update one parameter of true shape, where the model computes: a rule over matrices is arithmetic, not traffic."""
+        shape, device, link = piece.segment.shape, self._context.device, self._storage.link
+        state = dict(entries)
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                is_slab = isinstance(piece.known.get(name), OnDisk)
+                state[name] = value.view(shape).to(device) if is_slab else value.to(device) if value.dim() else value
+        with link.computing(step.after):
+            values = master.view(shape).to(device)
+            part = None if grad is None else grad.view(shape).to(device)
+            found = step.twin.step(piece.group, values, part, state)
+            if values.data_ptr() != master.data_ptr():
+                master.view(shape).copy_(values)
+            out: dict[str, Any] = {}
+            for name, value in found.items():
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    out[name] = copied(value)  # not a view of a slab's memory
+                    continue
+                home = entries.get(name)
+                if not isinstance(home, Tensor) or home.numel() != value.numel() or home.dtype != value.dtype:
+                    is_like_master = value.shape == shape
+                    home = memory(name, value.dtype) if is_like_master else link.empty(value.numel(), value.dtype)
+                home = home.view(value.shape)
+                if home.data_ptr() != value.data_ptr():
+                    home.copy_(value)
+                out[name] = home
+        self._publish(piece.span, start, master, step.after)
+        return out
 
     # To where gathers read ----------------------------------------------------------------------------------------------
 
@@ -344,10 +386,6 @@ class Stepper:
             without_error(move.close)
         self._leaving.clear()
         self._ring.abandon()
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _on_disk(values: Values) -> OnDisk:

@@ -16,9 +16,11 @@ EVENTS = (
     "before_part",
     "before_backward",
     "after_backward",
-    "before_clip",
+    "before_gradients",
+    "gradients_written",
     "before_step",
     "after_step",
+    "step_paused",
     "after_zero_grad",
     "tell",
     "told",
@@ -54,8 +56,10 @@ class Observer:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
-        `before_clip()`: the engine is about to measure, or clip, reduced gradients.
+        `before_gradients()`: reduced gradients are about to be used outside a step.
+        `gradients_written(span)`: they have other values now.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
+        `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
@@ -64,8 +68,8 @@ class Observer:
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
-    Access to a parameter from outside the engine:
         `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
+    Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
@@ -76,6 +80,9 @@ class Observer:
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
+
+    def check(self, model: Any) -> None:
+        """Called before anything has changed. Raises a named error for a model that the observer cannot follow."""
 
     def attach(self, engine: Any) -> None:
         """Called once, when all units are built and before the first event."""
@@ -97,9 +104,11 @@ class Events:
     before_part: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
-    before_clip: list[Callable[[], None]]
+    before_gradients: list[Callable[[], None]]
+    gradients_written: list[Callable[..., None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
+    step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
     tell: list[Callable[[], list[int]]]
     told: list[Callable[[list[int]], None]]

@@ -99,8 +99,12 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
 def _described(binding: Binding, segment: Segment) -> Described:
     entries = binding.state_of(segment)
     arrays = arrays_of(binding, segment, entries)
+
+    def is_like(value: Tensor) -> bool:
+        return value.shape == segment.shape if segment.is_matrix else value.numel() == segment.numel
+
     about = {
-        name: (dtype_name(value.dtype), tuple(value.shape) if value.numel() != segment.numel else None)
+        name: (dtype_name(value.dtype), None if isinstance(value, OnDisk) or is_like(value) else tuple(value.shape))
         for name, value in arrays.items()
     }
     single = {name: on_cpu(value) for name, value in entries.items() if name not in arrays}
@@ -273,7 +277,7 @@ def new_room(segment: Segment, name: str, dtype: torch.dtype, shape: Sequence[in
     span, numel = segment.span, math.prod(shape)
     if span.tier is Tier.DEVICE:
         return torch.empty(tuple(shape), dtype=dtype, device=span.device)
-    if span.tier is Tier.DISK and numel == segment.numel:
+    if span.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
         return span.state_on_disk(name, dtype)[segment.here]
     memory = span.context.storage_tier(Tier.HOST).empty(numel, dtype)
     return memory.view(tuple(shape)) if isinstance(memory, Tensor) else memory

@@ -28,14 +28,14 @@ class Piece:
     """One segment to update.
 
     Attributes:
-        grad: the span's whole gradient.
+        grad: the span's whole gradient; None for a segment without one that the optimizer moves all the same.
         factor: multiplies a gradient on disk, which clipping has not rewritten.
         known: the segment's state when the step began. Slabs are read ahead, so it must not change meanwhile.
     """
 
     segment: Segment
     group: int
-    grad: Values
+    grad: Values | None
     factor: Tensor | None
     known: dict[str, Any]
 
@@ -91,9 +91,12 @@ class Slot:
         """Start to read the slab."""
         self.slab, self.values, self.transfers = slab, {}, []
         piece, numel = slab.piece, slab.stop - slab.start
-        sources: dict[str, Any] = {MASTER: piece.span.master[slab.here], GRAD: piece.grad[slab.here]}
+        sources: dict[str, Any] = {MASTER: piece.span.master[slab.here]}
+        if piece.grad is not None:
+            sources[GRAD] = piece.grad[slab.here]
         for name, value in piece.known.items():
-            if _is_elementwise(name, value, piece.segment.numel):
+            is_array = not piece.segment.is_matrix and _is_elementwise(name, value, piece.segment.numel)
+            if is_array or isinstance(value, OnDisk):
                 flat = value if isinstance(value, OnDisk) else value.reshape(-1)
                 sources[name] = flat[slab.in_segment]
         for name, source in sources.items():

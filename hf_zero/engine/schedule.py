@@ -62,6 +62,7 @@ class Schedule:
         # Forward
         self._running: list[int] = [0] * len(self.units)
         self._depth = 0  # of calls of the root
+        self._keeps = False  # a backward may follow this forward: units of `Context.kept` stay
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
@@ -107,6 +108,7 @@ class Schedule:
         self.context.check()
         for event in self.events.before_forward:
             event(args, kwargs)
+        self._keeps = torch.is_grad_enabled()
         self._running = [0] * len(self.units)
         self._last_order, self._order = self._order, []
 
@@ -125,15 +127,17 @@ class Schedule:
         ):  # else another rank's forward may have a graph, and keeps it
             self._tail.release()
             self._tail = None
-        self._release_prefetched()
+        self._release_prefetched(keeps=self._keeps)
         for event in self.events.after_forward:
             event(output)
         if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
 
-    def _release_prefetched(self) -> None:
+    def _release_prefetched(self, *, keeps: bool = False) -> None:
         if self.frees:
             for unit in self.units:
+                if keeps and unit.index in self.context.kept:
+                    continue
                 if unit.state is State.SHARDED or unit is self._tail or self._running[unit.index] or unit in self._kept:
                     continue
                 unit.release()
@@ -150,6 +154,7 @@ class Schedule:
             self.context.check()
             for event in self.events.before_part:
                 event(unit)
+            self._keeps = torch.is_grad_enabled()
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
@@ -210,7 +215,9 @@ class Schedule:
         if unit in self._kept:
             return
         if not in_backward:
-            self._tail = unit
+            # Not by this call's own grad mode: user code may run a part without a graph on one rank.
+            if not (self._keeps and unit.index in self.context.kept):
+                self._tail = unit
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
 
@@ -474,9 +481,7 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = (
-                "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
-            )
+            self.lost = "a backward of this step raised: its gradients are gone, and those of earlier backwards of the step with them"
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None

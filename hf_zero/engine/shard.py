@@ -25,9 +25,10 @@ from ..tiers.tier import Tier
 from .build import build_units, device_of, layout_for, specs_of
 from .context import Context
 from .engine import Engine
+from .groups import bind, originals_of
 from .observer import Events, Observer
-from .optimizer import bind, originals_of
-from .parameter import place_of
+from .optimizer_kinds import kind_of
+from .parameter import place_of, source_of
 
 Made = TypeVar("Made", bound=Engine)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -82,16 +83,21 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         if any(place_of(param) is not None for param in model.parameters()):
             raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        for observer in observers:
+            observer.check(model)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
         drafter = Drafter(model, precision, units=config.units)
         where = device_of(model, device)
         originals = originals_of(optimizers, drafter.names)
-        specs = specs_of(drafter, originals)
+        is_sharded = config.shards(wire.size) > 1
+        kinds = [kind_of(each, drafter.names, sharded=is_sharded, offloaded=config.offloads) for each in optimizers]
+        specs = specs_of(drafter, originals, optimizers, kinds)
     agree.same_structure(wire, config, mixed_precision, specs, originals, drafter.names)
     wire.open_groups()
-    agree.same_values(wire, ((names[0], param.detach()) for param, names in drafter.names.items()), fingerprint)
+    created = {param: names[0] for param, names in drafter.names.items() if source_of(param) is None}
+    agree.same_values(wire, ((name, param.detach()) for param, name in created.items()), fingerprint)
 
     shards = config.shards(wire.size)
     policy = config.policy_for(wire.size)
@@ -102,12 +108,13 @@ def shard(
     events = Events(observers)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
+    context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers))
         build_units(context, drafter, specs, made.placements)
-    return kind(context, bind(optimizers, context, originals))
+    return kind(context, bind(optimizers, context, originals, kinds))
 
 
 def _on_disk(placement: Placement) -> bool:

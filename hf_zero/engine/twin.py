@@ -7,7 +7,7 @@ part of the state. An element's update must depend on that element's values alon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,10 @@ class Twin:
     def __init__(self, optimizer: torch.optim.Optimizer, *, fuse: bool) -> None:
         self._kind = type(optimizer)
         self._options = [_options(group, fuse) for group in optimizer.param_groups]
-        made: Any = object.__new__(self._kind)
-        made.__dict__.update({key: _copied(value) for key, value in _attributes(optimizer).items()})
-        torch.optim.Optimizer.__init__(made, [{"params": [torch.zeros(1, device="cpu")]}], dict(optimizer.defaults))
-        self._twin = made
-        # Counts that a step of the optimizer changes: every block must find them as they were before the step.
-        self._counts = {key: value for key, value in made.__dict__.items() if isinstance(value, (int, float))}
+        self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
+        # Numbers that a step of the optimizer changes: every block must find them as they were before the step.
+        numbers = {key: value for key, value in vars(self._twin).items() if isinstance(value, (int, float, Tensor))}
+        self._counts = {key: copied(value) for key, value in numbers.items()}
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         self.kernels = [None if is_scaled else _adam(self._kind, options) for options in self._options]
         """By group, the one function that a step with state ends in; None: only `step` does it."""
@@ -47,19 +45,23 @@ class Twin:
         """The options of the group that was stepped last: a step may add some."""
         return set(self._twin.param_groups[0])
 
-    def step(self, group: int, master: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` in place. Returns the state; its tensors are those of `state` where these existed."""
         param = nn.Parameter(master, requires_grad=True)
         param.grad = grad
         twin = self._twin
-        twin.__dict__.update(self._counts)
-        twin.param_groups = [{**self._options[group], "params": [param]}]
+        twin.__dict__.update({key: copied(value) for key, value in self._counts.items()})
+        twin.param_groups = [{key: copied(value) for key, value in self._options[group].items()} | {"params": [param]}]
         twin.state.clear()
         if state:
             twin.state[param] = state
         self._kind.step(twin)
         found: dict[str, Any] = twin.state.get(param, {})
         if master.numel() and param.data_ptr() != master.data_ptr():  # the optimizer assigned `param.data`
+            memory = master.untyped_storage().data_ptr()
+            for name, value in found.items():  # and may have kept the former memory
+                if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
+                    found[name] = value.clone()
             master.copy_(param.detach())
         return found
 
@@ -69,19 +71,41 @@ def is_elementwise(name: str, value: Any, numel: int) -> bool:
     return name != "step" and isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
 
 
+def copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and attributes over these groups, without state and hooks.
+
+    Tensors among attributes and options are copied: steps may write to them.
+    """
+    groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
+    made: Any = object.__new__(type(optimizer))
+    made.__dict__.update({key: copied(value) for key, value in _attributes(optimizer).items()})
+    torch.optim.Optimizer.__init__(made, groups, dict(optimizer.defaults))
+    return cast(torch.optim.Optimizer, made)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def copied(value: Any) -> Any:
+    """A tensor's copy where it is, and everything else itself."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a copy must have besides groups and state. Methods set on the instance belong to this instance."""
     skipped = set(_NOT_COPIED)
     for key, value in optimizer.__dict__.items():
         method = getattr(value, "__wrapped__", None)
-        if method is not None and method is getattr(type(optimizer), key, None):
+        if method is not None and getattr(method, "__func__", method) is getattr(type(optimizer), key, None):
             skipped.add(key)
     return {key: value for key, value in optimizer.__dict__.items() if key not in skipped}
 
 
 def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
     # Copies: a scheduler may write to a tensor while the step runs.
-    options = {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+    options = {key: _in_host(value) for key, value in options_of(group).items()}
     if options.get("capturable"):
         options["capturable"] = False  # CUDA graphs have no host memory
     if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
@@ -89,7 +113,7 @@ def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
     return options
 
 
-def _copied(value: Any) -> Any:
+def _in_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

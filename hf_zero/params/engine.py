@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
+
+from ..compat.compiling import Compile, Compiling
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
 from ..plan.plan import Plan
@@ -47,6 +51,21 @@ class Engine(core.Engine):
     def recorder(self) -> Recorder | None:
         """What `record` made last, until it is closed."""
         return self._records.recorder
+
+    def compile(self, *, using: Compile | None = None, **options: Any) -> None:
+        """Compile the model block by block, as `model.compile(...)` does: gathers and releases stay outside the graphs.
+
+        A block that cannot be compiled runs as it is, which is logged once. No communication.
+
+        Args:
+            using: compiles a function, instead of `torch.compile` with these options.
+        """
+        self.observer(Compiling).compile(using or partial(torch.compile, **options))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks of the model are compiled."""
+        return bool(self.observer(Compiling).compiled)
 
     @property
     def plan(self) -> Plan:

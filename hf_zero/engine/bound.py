@@ -1,0 +1,243 @@
+"""The optimizers that are bound to one engine: their methods, their steps, and their groups when these change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import StateError
+from .groups import rebind
+from .held_signals import HeldSignals
+from .optimizer import Binding
+from .optimizer_dict import load_state_dict, state_dict
+from .step import StepWrapper
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_MODES = ("train", "eval")
+"""Methods of schedule-free optimizers that write what the groups hold."""
+
+
+class Bound:
+    """The optimizers of one engine.
+
+    Attributes:
+        bindings: in the order in which they were bound. The list stays the same object.
+    """
+
+    def __init__(self, engine: Engine, bindings: list[Binding]) -> None:
+        self._engine, self._context, self.bindings = engine, engine.context, bindings
+        self._held = HeldSignals()
+        self._undo: dict[torch.optim.Optimizer, list[Callable[[], object]]] = {}
+        self._marks: list[tuple[int, int]] = []
+        for binding in bindings:
+            self._take(binding.optimizer)
+        self._context.events.before_forward.append(lambda *_: self.follow_writes())
+
+    def detach(self) -> None:
+        """Give the optimizers their own methods back."""
+        for undo in self._undo.values():
+            for each in reversed(undo):
+                each()
+        self._undo.clear()
+
+    def get(self, optimizer: torch.optim.Optimizer, what: str = "") -> Binding:
+        """
+        Raises:
+            StateError: another optimizer was bound in its place.
+        """
+        for binding in self.bindings:
+            if binding.optimizer is optimizer:
+                return binding
+        raise StateError(
+            f"{type(optimizer).__name__}{'.' if what else ''}{what}: it is not an optimizer of the engine, or another "
+            "optimizer was bound in its place. Use that one, or call engine.bind(optimizer)"
+        )
+
+    # Groups -----------------------------------------------------------------------------------------------------------
+
+    def bind(self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        """See `Engine.bind`. A collective."""
+        wanted = self._wanted(optimizers)
+        if [each.optimizer for each in self.bindings] == wanted and all(each.is_current() for each in self.bindings):
+            return
+        self._engine.schedule.quiesce()
+        self._engine.wait_for_steps()
+        self.bindings[:] = rebind(wanted, self._context, self.bindings)
+        for binding in self.bindings:
+            if binding.optimizer not in self._undo:
+                self._take(binding.optimizer)
+
+    def follow_groups(self) -> None:
+        """Translate what user code has done to groups. A collective where it has; user code does the same on every rank."""
+        if not all(binding.is_current() for binding in self.bindings):
+            self.bind([binding.optimizer for binding in self.bindings])
+
+    def _wanted(
+        self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> list[torch.optim.Optimizer]:
+        """One optimizer joins the others, in the place of those that have one of its parameters."""
+        if not isinstance(optimizers, torch.optim.Optimizer):
+            return list(optimizers)
+        bound = [binding.optimizer for binding in self.bindings]
+        if any(each is optimizers for each in bound):
+            return bound
+        given = {id(param) for group in optimizers.param_groups for param in group["params"]}
+        taken = [
+            not given.isdisjoint(
+                [id(param) for params in binding.originals for param in params]
+                + [id(segment.tensor) for group in binding.segments for segment in group]
+            )
+            for binding in self.bindings
+        ]
+        if not any(taken):
+            return [*bound, optimizers]
+        first = taken.index(True)
+        return [optimizers if at == first else each for at, each in enumerate(bound) if at == first or not taken[at]]
+
+    # Methods ----------------------------------------------------------------------------------------------------------
+
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        self.get(optimizer).guard_state(self._engine.wait_for_steps)
+        undo: list[Callable[[], object]] = [StepWrapper(optimizer, self, self._held).remove]
+        methods: dict[str, Callable[..., Any]] = {
+            "zero_grad": partial(self._zero_grad, optimizer),
+            "state_dict": partial(self._state_dict, optimizer),
+            "load_state_dict": partial(self._load_state_dict, optimizer),
+        }
+        for name in _MODES:
+            method = getattr(optimizer, name, None)
+            if callable(method):
+                methods[name] = wraps(method)(partial(self._write, optimizer, method))
+        for name, method in methods.items():
+            had = optimizer.__dict__.get(name)
+            optimizer.__dict__[name] = method
+            undo.append(partial(_put_back, optimizer.__dict__, name, method, had))
+        self._undo[optimizer] = undo
+
+    def _zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        self.get(optimizer, "zero_grad()")
+        self._engine.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
+
+    def _state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self.get(optimizer, "state_dict()")
+        self.follow_groups()
+        self._engine.finish_step()
+        return state_dict(self.get(optimizer), self._context.wire)
+
+    def _load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        self.get(optimizer, "load_state_dict()")
+        self.follow_groups()
+        self._engine.finish_step()
+        load_state_dict(self.get(optimizer), self._context.wire, state)
+
+    # Steps, as `step.Work` --------------------------------------------------------------------------------------------
+
+    def runs_closure_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._context.config.offloads
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        engine = self._engine
+        binding = self.get(optimizer, "step()")
+        if engine.schedule.in_backward:
+            engine.schedule.recover()
+        if engine.schedule.in_backward:
+            raise StateError(
+                "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
+            )
+        self._context.check()
+        self._context.refuse_unsharded("optimizer.step()")
+        self._context.wire.watch.phase = "optimizer.step()"
+        binding.guard_state(engine.wait_for_steps)
+        self.follow_groups()
+        engine.schedule.flush()
+        if engine.schedule.lost is not None:
+            raise StateError(f"optimizer.step(): {engine.schedule.lost}. Call zero_grad() and repeat the step")
+        for event in engine.events.before_step:
+            event(optimizer)
+        engine.schedule.quiesce()
+        if engine.stepper is not None:
+            engine.stepper.settle()
+
+    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
+        stepper = self._engine.stepper
+        if stepper is not None:
+            binding = self.get(optimizer)
+            stepper.prepare(binding)
+            binding.hide_offloaded()
+
+    def before_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        self._pause(optimizer)
+        self.follow_writes()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        engine, binding = self._engine, self.get(optimizer)
+        if engine.stepper is not None:
+            binding.show_segments()
+        binding.settle_memory()
+        if engine.stepper is not None:
+            engine.stepper.begin(binding)
+        engine.refresh(binding.spans)
+        if not self._context.frees:
+            self._context.raise_failures("optimizer.step()")
+        self._context.wire.watch.step += 1
+        engine.schedule.stepped()
+        self._marks = self._current_marks()
+        for event in engine.events.after_step:
+            event(optimizer)
+
+    def step_raised(self, optimizer: torch.optim.Optimizer, written: str | None) -> None:
+        if written is not None:
+            self._context.failure = written
+        if any(each.optimizer is optimizer for each in self.bindings):
+            self._pause(optimizer)
+
+    def _pause(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's arithmetic does not run: its groups hold everything, and show gradients."""
+        binding = self.get(optimizer)
+        self._context.is_stepping = False
+        if self._engine.stepper is not None:
+            binding.show_segments()
+            for segment in (each for group in binding.segments for each in group):
+                segment.show_grad()
+        for event in self._engine.events.step_paused:
+            event(optimizer)
+
+    # Writes outside of steps ------------------------------------------------------------------------------------------
+
+    def _write(self, optimizer: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method that writes what the groups hold, maybe through `.data`."""
+        self.get(optimizer, method.__name__)
+        self._engine.schedule.quiesce()
+        self._engine.wait_for_steps()
+        result = method(*args, **kwargs)
+        self._refresh()
+        return result
+
+    def follow_writes(self) -> None:
+        """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
+        if self._context.frees and self._engine.stepper is None:
+            return  # every gather reads the masters
+        if self._marks and self._current_marks() != self._marks:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        for binding in self.bindings:
+            binding.settle_memory()
+        self._engine.refresh()
+        self._marks = self._current_marks()
+
+    def _current_marks(self) -> list[tuple[int, int]]:
+        tensors = [each.tensor for b in self.bindings for group in b.segments for each in group]
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _put_back(own: dict[str, Any], name: str, method: object, had: object) -> None:
+    if own.get(name) is method:
+        del own[name]
+        if had is not None:
+            own[name] = had

@@ -1,0 +1,273 @@
+"""Optimizer groups that change, and optimizers that are bound later: translated into segments.
+
+User code sees segments in `group["params"]`, and may move them between groups, remove them, or add parameters of the model.
+Each rank has other segments. The ranks exchange what their groups hold, and all get the same groups of parameters. Then
+segments are split where groups differ, and made where elements have none yet. Spans stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import agree
+from ..errors import LayoutError, RankMismatchError
+from .context import Context
+from .optimizer import Binding, Groups
+from .optimizer_kinds import Kind, kind_of
+from .segments import Segment, first_segments
+from .span import Span
+
+Names = Mapping[nn.Parameter, Sequence[str]]
+Source = tuple[str, Any]
+"""What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name)."""
+Held = tuple[list[Source], list[str]]
+"""Sources of one group in their order, and names of the parameters that have elements in its segments here."""
+
+
+def bind(
+    optimizers: Sequence[torch.optim.Optimizer], context: Context, originals: Sequence[Groups], kinds: Sequence[Kind]
+) -> list[Binding]:
+    """Give each optimizer the segments of its parameters, and its state of them."""
+    made = [
+        Binding(optimizer, number, [list(group) for group in groups], context, kind)
+        for number, (optimizer, groups, kind) in enumerate(zip(optimizers, originals, kinds))
+    ]
+    _assign(context, made)
+    for binding in made:
+        binding.take_state()
+    return made
+
+
+def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindings: Sequence[Binding]) -> list[Binding]:
+    """Bind these optimizers instead of `bindings`, with the groups that they have now. A collective.
+
+    Optimizers that were bound keep the state of parameters that they keep. Others get the model's parameters back.
+
+    Raises:
+        LayoutError: a group has a parameter that it cannot have.
+        UnsupportedOptimizerError: an optimizer that cannot step over a sharded model.
+        RankMismatchError: other optimizers or groups on other ranks. On every rank; nothing has changed then.
+    """
+    before = {binding.optimizer: binding for binding in bindings}
+    config, names = context.config, context.names
+    is_sharded = context.layout.shards > 1
+    with agree.on_all_ranks(context.wire, "Engine.bind", kind=RankMismatchError) as report:
+        kinds = [
+            before[each].kind if each in before else kind_of(each, names, sharded=is_sharded, offloaded=config.offloads)
+            for each in optimizers
+        ]
+        changed = [each not in before or not before[each].is_current() for each in optimizers]
+        held = [_held(each, bindings, names) for each in optimizers]
+        report.mine = ([(type(each).__name__, len(each.param_groups)) for each in optimizers], changed, held)
+    _check_alike([mine[0] for mine in report.everyone])
+    originals: list[Groups] = []
+    explicit = {
+        source[1]
+        for _, _, everything in report.everyone
+        for groups in everything
+        for sources, _ in groups
+        for source in sources
+        if source[0] == "parameter"
+    }
+    for number, optimizer in enumerate(optimizers):
+        if optimizer in before and not any(mine[1][number] for mine in report.everyone):
+            originals.append(before[optimizer].originals)
+        else:
+            everywhere = [mine[2][number] for mine in report.everyone]
+            originals.append([_merged(each, bindings, names, explicit) for each in zip(*everywhere)])
+    _check_once(optimizers, originals, names)
+    _check_spans(context, originals, kinds)
+    out: list[Binding] = []
+    for number, (optimizer, groups, kind) in enumerate(zip(optimizers, originals, kinds)):
+        binding = before.get(optimizer) or Binding(optimizer, number, groups, context, kind)
+        _follow_names(binding, groups, names)
+        binding.index, binding.originals = number, groups
+        out.append(binding)
+    _assign(context, out)
+    for optimizer, binding in before.items():
+        if optimizer not in optimizers:
+            for group, params in zip(optimizer.param_groups, binding.originals):
+                group["params"] = list(params)
+            optimizer.state.clear()
+    for binding in out:
+        if binding.optimizer not in before:
+            binding.take_state()
+    return out
+
+
+def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> list[Groups]:
+    """By optimizer and group, the model's parameters, of optimizers that are not bound yet.
+
+    Raises:
+        LayoutError: an optimizer has a parameter that the model does not have, or two optimizers have the same one.
+    """
+    out: list[Groups] = []
+    for optimizer in optimizers:
+        for at, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param not in names:
+                    raise LayoutError(_foreign(optimizer, at, param))
+        out.append([list(group["params"]) for group in optimizer.param_groups])
+    _check_once(optimizers, out, names)
+    return out
+
+
+# What groups hold -----------------------------------------------------------------------------------------------------
+
+
+def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[Held]:
+    segments: dict[int, tuple[int, int, Segment]] = {
+        id(segment.tensor): (number, at, segment)
+        for number, binding in enumerate(bindings)
+        for at, group in enumerate(binding.segments)
+        for segment in group
+    }
+    out: list[Held] = []
+    for at, group in enumerate(optimizer.param_groups):
+        sources: dict[Source, None] = {}
+        members: list[str] = []
+        for tensor in group["params"]:
+            found = segments.get(id(tensor))
+            if found is not None:
+                number, group_before, segment = found
+                sources["segments", (number, group_before)] = None
+                members += [segment.span.name_of(index) for index in segment.members]
+            elif tensor in names:
+                sources["parameter", names[tensor][0]] = None
+            else:
+                raise LayoutError(_foreign(optimizer, at, tensor))
+        out.append((list(sources), members))
+    return out
+
+
+def _merged(ranks: Sequence[Held], bindings: Sequence[Binding], names: Names, explicit: set[str]) -> list[nn.Parameter]:
+    """The parameters of one group, from what all ranks have in it."""
+    sources = dict.fromkeys(source for held, _ in ranks for source in held)
+    present = {name for _, members in ranks for name in members} - explicit
+    param_of = {each[0]: param for param, each in names.items()}
+    out: list[nn.Parameter] = []
+    for kind, source in sources:
+        if kind == "parameter":
+            out.append(param_of[source])
+            continue
+        number, at = source
+        out += [p for p in bindings[number].originals[at] if names[p][0] in present or not p.numel()]
+    return out
+
+
+def _check_alike(ranks: Sequence[Any]) -> None:
+    for rank, theirs in enumerate(ranks):
+        if theirs != ranks[0]:
+            raise RankMismatchError(
+                f"ranks differ in their optimizers: rank 0 has {ranks[0]}, rank {rank} has {theirs} (class, number of groups). "
+                "Build the same optimizers everywhere"
+            )
+
+
+def _check_once(optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], names: Names) -> None:
+    seen: dict[nn.Parameter, int] = {}
+    for number, groups in enumerate(originals):
+        for params in groups:
+            for param in params:
+                first = seen.setdefault(param, number)
+                if first != number:
+                    raise LayoutError(
+                        f"{names[param][0]!r} is in two optimizers, number {first} ({type(optimizers[first]).__name__}) and "
+                        f"number {number} ({type(optimizers[number]).__name__}). Each parameter belongs to one"
+                    )
+        flat = [param for params in groups for param in params]
+        if len(set(flat)) < len(flat):
+            twice = next(param for param in flat if flat.count(param) > 1)
+            raise LayoutError(f"{names[twice][0]!r} is in two groups of an optimizer. Each parameter belongs to one")
+
+
+def _check_spans(context: Context, originals: Sequence[Groups], kinds: Sequence[Kind]) -> None:
+    """
+    Raises:
+        LayoutError: what a parameter's span was built for does not fit the optimizer.
+    """
+    owner = {param: kind for groups, kind in zip(originals, kinds) for params in groups for param in params}
+    for span in (span for unit in context.units for span in unit.spans):
+        for index, param in enumerate(span.params):
+            if owner.get(param) is Kind.MATRICES and not span.layout.is_whole:
+                raise LayoutError(
+                    f"{span.name_of(index)!r} joins an optimizer that needs full matrices, and its elements are partitioned "
+                    "over the ranks. Give that optimizer all its parameters, frozen ones too, when zero.shard is called"
+                )
+            if param in owner and span.master_dtype.itemsize < 4 and span.trainable:
+                raise LayoutError(
+                    f"{span.name_of(index)!r} joins an optimizer, and has no float32 master ({span.master_dtype}): no "
+                    "optimizer had it when zero.shard was called. Pass the optimizer to zero.shard"
+                )
+
+
+def _foreign(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor) -> str:
+    return (
+        f"group {group} of {type(optimizer).__name__} has a parameter of shape {tuple(tensor.shape)} that the model does not "
+        "have. Build the optimizer over model.parameters()"
+    )
+
+
+def _follow_names(binding: Binding, groups: Groups, names: Names) -> None:
+    """`param_names` follow parameters that have moved between groups."""
+    known: dict[nn.Parameter, str] = {}
+    for group, params in zip(binding.optimizer.param_groups, binding.originals):
+        known |= dict(zip(params, group.get("param_names", ())))
+    if binding.originals is not groups:
+        for group, params in zip(binding.optimizer.param_groups, groups):
+            if "param_names" in group:
+                group["param_names"] = [known.get(param, names[param][0]) for param in params]
+
+
+# Segments -------------------------------------------------------------------------------------------------------------
+
+
+def _assign(context: Context, bindings: Sequence[Binding]) -> None:
+    """Give each binding the segments of its `originals`: keep those that exist, split where groups differ, make the rest."""
+    owner = {param: (each, at) for each in bindings for at, params in enumerate(each.originals) for param in params}
+    kept = {segment: each for each in bindings for group in each.segments for segment in group}
+    for binding in bindings:
+        binding.segments, binding.spans = [[] for _ in binding.originals], []
+    for unit in context.units:
+        for span in unit.spans:
+            where = [owner.get(param) for param in span.params]
+            span.segments = _segments_for(span, where, kept)
+            for found in dict.fromkeys(each[0] for each in where if each is not None):
+                found.spans.append(span)
+            for segment in span.segments:
+                found_at = where[segment.members[0]]
+                if found_at is not None:
+                    found_at[0].segments[found_at[1]].append(segment)
+    for binding in bindings:
+        if binding.kind is Kind.MATRICES:  # in the order of the parameters: sums over several are rounded in that order
+            order = {param: number for number, param in enumerate(p for params in binding.originals for p in params)}
+            for group in binding.segments:
+                group.sort(key=lambda segment: order[segment.span.params[segment.members[0]]])
+        binding.show_segments()
+
+
+def _segments_for(
+    span: Span, where: Sequence[tuple[Binding, int] | None], kept: Mapping[Segment, Binding]
+) -> list[Segment]:
+    out: list[Segment] = []
+    missing = list(where)
+    for segment in span.segments:
+        binding = kept.get(segment)
+        if binding is None:
+            continue
+        for part in binding.parts(segment, where.__getitem__):
+            found = where[part.members[0]]
+            if found is None or found[0] is not binding:
+                binding.put_state(part, {})
+                continue
+            out.append(part)
+            for index in part.members:
+                missing[index] = None
+    made = first_segments(span, missing)
+    for segment in made:
+        segment.show_grad()
+    return sorted([*out, *made], key=lambda segment: (segment.start, segment.stop))

@@ -1,0 +1,250 @@
+"""Trial steps of an optimizer over small tensors: what its class does, asked of the class itself.
+
+Used for classes that no table knows. A trial has the class, the options and the attributes of the user's optimizer, and
+leaves the optimizer as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from ..checkpoint.save import scalar
+from ..errors import CheckpointError
+from .twin import copy_of, options_of
+
+_FIRST = (8, 12)
+"""Tried before larger shapes: a rule that builds an n x n matrix for n elements in a row would take hours over those."""
+_MATRIX = (136, 192)
+"""Large enough for rules that quantize only long states or factor only wide matrices."""
+_DEEPER = (8, 17, 192), (17, 8, 12, 16)
+"""Tried where the model has parameters of 3 or 4 dimensions."""
+_STEPS = 8
+"""Rules that begin with their state alone (RAdam) move parameters by then."""
+_CUT = 2311
+"""Elements of the first of two flat parts. No block size divides it."""
+_SHOWN = {"lr": 0.01, "initial_lr": None, "weight_decay": 0.01}
+"""Options that scale an update, and the least that a trial takes: a warm-up's first rate would hide in rounding."""
+
+Grads = Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]
+
+
+class Trial:
+    """A few steps over one small parameter, with the options of one group."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: Sequence[int]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        self._values = [torch.randn(shape, generator=generator, device="cpu").to(device) for _ in range(_STEPS + 1)]
+        self._optimizer, self._options = optimizer, dict(options)
+        self.is_small = tuple(shape) == _FIRST  # some rules cannot be tried on so few elements
+        self._shape = f"on a tensor of {' x '.join(map(str, shape))}"
+        for name, least in _SHOWN.items():
+            value = self._options.get(name)
+            if least is not None and isinstance(value, (int, float, Tensor)) and 0 <= float(value) < least:
+                self._options[name] = torch.full_like(value, least) if isinstance(value, Tensor) else least
+
+    def why_not_elementwise(self) -> str | None:
+        """Why an element's update depends on other elements; None where it does not."""
+        whole, _ = self._run()
+        if torch.equal(whole, self._values[0].flatten()):
+            return f"{_STEPS} steps {self._shape} moved nothing, so its rule is unknown"
+        cut = min(_CUT, whole.numel() // 3 + 1)
+        parts = torch.cat([self._run(lambda t: t.flatten()[:cut])[0], self._run(lambda t: t.flatten()[cut:])[0]])
+        if (number := self._number_of_gradients()) is not None:
+            return number
+        if not _agree(whole, parts):
+            return f"it gives other results on two flat slices than on a whole parameter ({self._shape})"
+        reductions = _Reductions(whole.numel())
+        with suppress(Exception):  # a compiled step may refuse to be watched; its results agree
+            self._run(watching=reductions)
+        return f"it computes {reductions.found} over a whole parameter ({self._shape})" if reductions.found else None
+
+    def why_not_alone(self) -> str | None:
+        """Why a parameter's update depends on other parameters or on other ranks; None where it does not."""
+        collectives = _Collectives()
+        alone, _ = self._run(watching=collectives)
+        if collectives.found is not None:
+            return f"it communicates by itself ({collectives.found})"
+        if (number := self._number_of_gradients()) is not None:
+            return number
+        for other_first in (False, True):
+            for apart in (False, True):
+                if not _agree(alone, self._beside(other_first, apart)):
+                    return f"it gives a parameter another update beside others than alone ({self._shape})"
+        return None
+
+    def unsaveable(self) -> str | None:
+        """What it keeps that no checkpoint can hold; None where there is none."""
+        _, twin = self._run()
+        known = {*self._options, *twin.defaults, "params"}
+        held = [key for key, value in twin.param_groups[0].items() if key not in known and not _can_be_saved(value)]
+        if held:
+            return f"it keeps state in its groups (as {held[0]!r}), which cannot be saved"
+        named = [key for key in twin.state if not isinstance(key, Tensor)]
+        if named:
+            return f"it keeps state of no parameter (as state[{named[0]!r}]), which cannot be sharded"
+        for name, value in next(iter(twin.state.values()), {}).items():
+            is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+            if not (is_plain and value.numel() > 1) and not _can_be_saved(value):
+                return f"its state {name!r} is a {type(value).__name__}, which cannot be saved"
+        return None
+
+    def odd_state(self) -> str | None:
+        """Which state is neither one value nor one value per element; None where there is none."""
+        _, twin = self._run()
+        for name, value in next(iter(twin.state.values()), {}).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != self._values[0].shape:
+                return f"its state {name!r} has shape {tuple(value.shape)} ({self._shape})"
+        return None
+
+    def counts(self, *, with_gradient: bool) -> set[str]:
+        """Attributes of the optimizer and options of its groups that steps change."""
+        param = nn.Parameter(self._values[0].clone())
+        twin: Any = self._stepped([[param]], [(param, Tensor.clone)] if with_gradient else [])
+        before = {**self._optimizer.__dict__, **self._options}
+        after = {**twin.__dict__, **{key: value for key, value in twin.param_groups[0].items() if key != "params"}}
+        numbers = {key: value for key, value in after.items() if isinstance(value, (int, float, Tensor))}
+        return {key for key, value in numbers.items() if key not in before or repr(before[key]) != repr(value)}
+
+    def moves_without_gradient(self) -> bool:
+        """A step changes a parameter that has no gradient."""
+        param = nn.Parameter(self._values[0].clone())
+        twin = self._stepped([[param]], [])
+        return param.grad is not None or bool(twin.state) or not torch.equal(param.detach(), self._values[0])
+
+    def state_after_one_step(self) -> dict[str, Any]:
+        del self._values[2:]
+        return next(iter(self._run()[1].state.values()), {})
+
+    def _number_of_gradients(self) -> str | None:
+        """Which number in a group follows the gradients, as D-Adaptation's distance does: each rank would have its own."""
+        found = []
+        for scale in (1.0, 3.0):
+            param = nn.Parameter(self._values[0].clone())
+            twin = self._stepped([[param]], [(param, partial(torch.mul, other=scale))])
+            options = twin.param_groups[0].items()
+            found.append({key: value for key, value in options if isinstance(value, (float, Tensor))})
+        differing = [key for key, value in found[0].items() if repr(value) != repr(found[1].get(key))]
+        return f"{differing[0]!r} in its groups depends on the gradients of all parameters" if differing else None
+
+    def _beside(self, other_first: bool, apart: bool) -> Tensor:
+        """The parameter after the same steps beside another one, in one group or in two."""
+        corner = tuple(slice(0, -(-extent // 2)) for extent in self._values[0].shape)
+        param, other = nn.Parameter(self._values[0].clone()), nn.Parameter(self._values[0][corner].clone() * 3)
+        params = [other, param] if other_first else [param, other]
+        grads: Grads = [(param, Tensor.clone), (other, lambda grad: grad[corner].clone() * 5)]
+        self._stepped([[p] for p in params] if apart else [params], grads)
+        return param.detach().flatten()
+
+    def _run(
+        self,
+        part: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        watching: AbstractContextManager[object] | None = None,
+    ) -> tuple[Tensor, torch.optim.Optimizer]:
+        """Step over a part of the values. Returns the parameter, flat, and its optimizer."""
+        param = nn.Parameter(part(self._values[0]).clone())
+        twin = self._stepped([[param]], [(param, lambda grad: part(grad).clone())], watching)
+        return param.detach().flatten(), twin
+
+    def _stepped(
+        self, groups: list[list[nn.Parameter]], grads: Grads, watching: AbstractContextManager[object] | None = None
+    ) -> torch.optim.Optimizer:
+        twin = _ready(self._optimizer, [{"params": params, **self._options} for params in groups])
+        with torch.enable_grad(), watching or nullcontext():
+            for value in self._values[1:]:
+                for param, grad in grads:
+                    param.grad = grad(value)
+                type(self._optimizer).step(twin)
+        return twin
+
+
+def trials(optimizer: torch.optim.Optimizer) -> Iterator[Trial]:
+    """A trial for each kind of group and each number of dimensions, small ones first."""
+    depths = {param.dim() for group in optimizer.param_groups for param in group["params"]}
+    shapes = [_FIRST, _MATRIX, *(shape for shape in _DEEPER if len(shape) in depths)]
+    kinds = {
+        repr({name: value for name, value in options.items() if name not in _SHOWN}): options
+        for options in map(options_of, optimizer.param_groups)
+    }
+    for shape in shapes:
+        for options in kinds.values():
+            yield Trial(optimizer, options, shape)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """By attribute, optimizers that it steps by (Lookahead, SAM). They have the same groups."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
+
+
+def _ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A copy over other groups, in training mode."""
+    twin = copy_of(optimizer, groups)
+    for key, value in inner_optimizers(optimizer).items():  # else the trial would step over the model's parameters
+        inner = copy_of(value, groups)
+        inner.param_groups = twin.param_groups
+        twin.__dict__[key] = inner
+    train = getattr(twin, "train", None)
+    if callable(train):  # schedule-free optimizers step in no other mode
+        train()
+    return twin
+
+
+def _agree(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, rtol=1e-5, atol=1e-7)
+
+
+def _can_be_saved(value: Any) -> bool:
+    try:
+        scalar("", value)
+    except CheckpointError:
+        return False
+    return True
+
+
+class _Collectives(TorchDispatchMode):
+    """Notes the first call of `torch.distributed`."""
+
+    found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and self.found is None:
+            self.found = _name(func)
+        return func(*args, **(kwargs or {}))
+
+
+class _Reductions(TorchDispatchMode):
+    """Notes the first operation that makes fewer numbers from at least `numel` floating-point numbers.
+
+    A rule may compute a norm that matters only for some values: results alone would not show it.
+    """
+
+    found: str | None = None
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel = numel
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [
+            item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor) and item.numel() >= self._numel
+        ]
+        if read and self.found is None:
+            memory = {item.untyped_storage().data_ptr() for item in read}
+            made = [item for item in tree_leaves(out) if isinstance(item, Tensor) and item.is_floating_point()]
+            if any(item.numel() < self._numel and item.untyped_storage().data_ptr() not in memory for item in made):
+                self.found = _name(func)
+        return out
+
+
+def _name(func: Any) -> str:
+    name: str = func.name().partition("::")[2].partition(".")[0]
+    return name

@@ -1,0 +1,223 @@
+"""One call of `optimizer.step`: complete, or not begun, or refused afterwards.
+
+The engine's work stands directly around the optimizer's arithmetic: after all pre-hooks of user code, before all post-hooks.
+
+* An exception before the optimizer has written (a pre-hook, a closure, a check): the step may be repeated.
+* An exception after it has written: values of two steps are mixed. Everything but a load is refused from then on.
+* A signal waits until the step is complete.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StallError
+from ..tiers.fingerprint import sample
+from .held_signals import HeldSignals
+
+Closure = Callable[[], Any]
+
+
+class Work(Protocol):
+    """What the engine does around a step."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Complete the gradients. May be called twice, around a closure."""
+        ...
+
+    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Last before the optimizer's arithmetic."""
+        ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Masters and state are written."""
+        ...
+
+    def before_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that has begun calls its closure: parameters must have the values that it has written."""
+        ...
+
+    def step_raised(self, optimizer: torch.optim.Optimizer, written: str | None) -> None:
+        """A step ended before `after_step`.
+
+        Args:
+            written: the error, where values were written; None if the step may be repeated.
+        """
+        ...
+
+    def runs_closure_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        """The optimizer's arithmetic does not see gradients: a closure must run before it."""
+        ...
+
+
+class StepWrapper:
+    """`optimizer.step` and hooks, on the instance, until `remove`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, work: Work, held: HeldSignals) -> None:
+        self._optimizer, self._work, self._held = optimizer, work, held
+        self._handles = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
+        self._hooks: tuple[Any, Any] | None = None  # the optimizer's own, while a step has copies in another order
+        self._reset()
+        self._had = optimizer.__dict__.get("step")
+        inner = optimizer.step
+
+        @wraps(inner)
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(inner, *args, **kwargs)
+
+        # A bound method: torch's schedulers wrap `step.__func__`.
+        self._step_method = optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def _reset(self) -> None:
+        self._depth = -1  # calls of hooked steps inside one another; -1: no step runs
+        self._snapshot: Snapshot | None = None
+        self._has_written = self._is_complete = False
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        own = self._optimizer.__dict__
+        if own.get("step") is self._step_method:
+            del own["step"]
+            if self._had is not None:
+                own["step"] = self._had
+
+    def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._depth >= 0:  # a class's step that calls the instance's
+            return inner(*args, **kwargs)
+        with self._held:
+            self._depth = 0
+            try:
+                self._order_hooks()
+                return inner(*args, **kwargs)
+            except BaseException as error:
+                self._raised(error)
+                raise
+            finally:
+                self._restore_hooks()
+                self._reset()
+
+    def _order_hooks(self) -> None:
+        optimizer: Any = self._optimizer
+        self._hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        # Copies: torch iterates over them, and a hook may remove itself or add others.
+        pre, post = self._hooks[0].copy(), self._hooks[1].copy()
+        pre.move_to_end(self._handles[0].id)
+        post.move_to_end(self._handles[1].id, last=False)
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre, post
+
+    def _restore_hooks(self) -> None:
+        if self._hooks is not None:
+            optimizer: Any = self._optimizer
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = self._hooks
+            self._hooks = None
+
+    # Hooks ------------------------------------------------------------------------------------------------------------
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._depth < 0:  # the class's step, called past the instance's
+            self._depth = 0
+        self._depth += 1
+        if self._depth > 1:  # a class's step that calls its base's
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        changed = None
+        if closure is not None:
+            instead = self._run_now(closure) if self._work.runs_closure_first(optimizer) else self._around(closure)
+            is_keyword = "closure" in kwargs
+            changed = (args, {**kwargs, "closure": instead}) if is_keyword else ((args[0], instead, *args[2:]), kwargs)
+        self._begin()
+        return changed
+
+    def _begin(self) -> None:
+        self._work.before_step(self._optimizer)
+        self._work.prepare_step(self._optimizer)
+        self._snapshot = Snapshot(self._optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._restore_hooks()
+            self._has_written = True
+            self._work.after_step(optimizer)
+            self._is_complete = True
+
+    @staticmethod
+    def _run_now(closure: Closure) -> Closure:
+        with torch.enable_grad():
+            loss = closure()
+        return lambda: loss
+
+    def _around(self, closure: Closure) -> Closure:
+        def run() -> Any:
+            # A backward may split segments: what was known of the state before it is not comparable.
+            self._has_written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
+            self._snapshot = None
+            self._work.before_closure(self._optimizer)
+            result = closure()
+            self._begin()
+            return result
+
+        return run
+
+    def _raised(self, error: BaseException) -> None:
+        if self._is_complete or isinstance(
+            error, StallError
+        ):  # a post-hook of user code; or nothing can be used any more
+            return
+        written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
+        self._work.step_raised(self._optimizer, f"{type(error).__name__}: {error}" if written else None)
+
+
+class Snapshot:
+    """What a step may change, without a copy of any values: versions of tensors, options of groups, entries of state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._params: list[nn.Parameter] = [param for group in self._groups for param in group["params"]]
+        self._versions = self._current()
+        self._state = {key: dict(entries) for key, entries in optimizer.state.items() if isinstance(entries, dict)}
+        self._state_versions = [value._version for value in self._state_tensors()]
+
+    def _current(self) -> list[tuple[int, int, int | None]]:
+        # Custom optimizers may write through `.data`, which no version counts. On a device a sample would wait for it.
+        samples = not type(self._optimizer).__module__.startswith("torch.optim")
+        return [
+            (
+                param._version,
+                param.data_ptr(),
+                sample(param.detach().reshape(-1))
+                if samples and param.device.type == "cpu" and param.numel()
+                else None,
+            )
+            for param in self._params
+        ]
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        return (value for entries in self._state.values() for value in entries.values() if isinstance(value, Tensor))
+
+    def restore(self) -> bool:
+        """Return whether nothing was written; then options and entries of state are as they were."""
+        optimizer = self._optimizer
+        if self._current() != self._versions:
+            return False
+        if [value._version for value in self._state_tensors()] != self._state_versions:
+            return False
+        del optimizer.param_groups[len(self._groups) :]
+        for group, options in zip(optimizer.param_groups, self._groups):
+            group.clear()
+            group.update(options)
+        for key in [*optimizer.state]:
+            if key not in self._state:
+                del optimizer.state[key]
+        for key, entries in self._state.items():
+            optimizer.state[key].clear()
+            optimizer.state[key].update(entries)
+        return True
