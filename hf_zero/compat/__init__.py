@@ -17,6 +17,7 @@ from .group_gradients import GroupGradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
@@ -34,6 +35,7 @@ def observers() -> list[Observer]:
         Freezing(),
         Buffers(),
         Compiling(),
+        RegisteredAgain(),
         Copies(),
         DistributedCheckpoint(),
         Generation(),

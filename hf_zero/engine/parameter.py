@@ -105,7 +105,7 @@ class ShardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         values = raw_data(self)
         for event in self._zero_place.span.events.data_read:
-            event(self)
+            event(self, values)
         return values
 
     @data.setter

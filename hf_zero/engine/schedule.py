@@ -411,9 +411,12 @@ class Schedule:
             if use.is_listed:
                 self._finish_use(use)
         self._entered = []
-        if not self._keeps_graph:
-            self._kept.intersection_update(self._kept_to_step)
-            self._release_prefetched()
+        if self._keeps_graph and self.frees:
+            for unit in self.units:
+                if unit.state is State.GATHERED:  # the new graph has views of it
+                    self.keep(unit, to_step=True)
+        self._kept.intersection_update(self._kept_to_step)
+        self._release_prefetched()
         self._finish()
 
     def _finish(self) -> None:
@@ -461,10 +464,7 @@ class Schedule:
         """The optimizer has used the gradients."""
         self._has_run_backward = False
         self.tape.clear()
-        if self._keeps_graph:
-            self._keeps_graph = False
-            self._kept.clear()
-            self._release_prefetched()
+        self._keeps_graph = False
 
     def quiesce(self) -> None:
         """Nothing is gathered that the stage releases, and nothing is under way."""
