@@ -221,7 +221,7 @@ class Bound:
 
     def follow_writes(self) -> None:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
-        if self._context.frees and self._engine.stepper is None:
+        if self._context.frees and self._engine.stepper is None and self._engine.hold is None:
             return  # every gather reads the masters
         before, self._marks = self._marks, self._current_marks()
         # Not the lists of tensors: a segment that was split in two here may be one on another rank.
@@ -229,9 +229,14 @@ class Bound:
             self._refresh()
 
     def _refresh(self) -> None:
+        hold = self._engine.hold
+        if hold is not None:
+            hold.refuse_writes()
         for binding in self.bindings:
             binding.settle_memory()
         self._engine.refresh()
+        if hold is not None:
+            hold.renew()
         self._marks = self._current_marks()
 
     def _current_marks(self) -> dict[Tensor, int]:
