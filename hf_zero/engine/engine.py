@@ -71,6 +71,8 @@ class Engine:
             cast = {param for span in spans for param in span.params}
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
+        self.hold: Hold | None = None
+        """Inside `unsharded`."""
         self._bound = Bound(self, bindings)
         self._undo.append(self._bound.detach)
         for observer in context.events.observers:
@@ -356,12 +358,13 @@ class Engine:
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         for event in self.events.before_unsharded:
             event()
-        context.is_unsharded = True
+        context.is_unsharded, self.hold = True, hold
         try:
             yield
+            self._bound.follow_writes()
             same_on_all_ranks(context)
         finally:
-            context.is_unsharded = False
+            context.is_unsharded, self.hold = False, None
             hold.end(hold.written())
 
     # Away -------------------------------------------------------------------------------------------------------------
