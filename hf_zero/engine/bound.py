@@ -222,6 +222,8 @@ class Bound:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
         if self._context.frees and self._engine.stepper is None:
             return  # every gather reads the masters
+        if any(unit.is_apart for unit in self._context.units):
+            return  # `GatheredParameters` shows values that are not in the masters yet
         if self._marks and self._current_marks() != self._marks:
             self._refresh()
 

@@ -241,7 +241,8 @@ def adopt(param: nn.Parameter, place: Place) -> None:
 
 def original_class(param: nn.Parameter) -> type[Any]:
     """Return the class that a parameter had before it was sharded."""
-    kind: type[Any] = param.__dict__.get("_zero_class", type(param))
+    created = nn.Parameter if source_of(param) is not None else type(param)
+    kind: type[Any] = param.__dict__.get("_zero_class", created)
     return kind
 
 
