@@ -234,7 +234,9 @@ class _Created(_Group):
             self._pinned[number] = deferred
 
     def full(self, number: int) -> Tensor:
-        return self.params[number].data
+        values, (shape, dtype) = self.params[number].data, self._kinds[number]
+        is_same = values.shape == shape and values.dtype == dtype
+        return values if is_same else torch.empty(shape, dtype=dtype, device=values.device)
 
     def check_shapes(self) -> str:
         """Which parameter has values of another shape or dtype now; empty if none has."""
@@ -247,7 +249,7 @@ class _Created(_Group):
         return f"a parameter of shape {tuple(self.params[number].shape)}"
 
     def keep(self, number: int, values: Tensor) -> None:
-        self.params[number].data.copy_(values)
+        self.params[number].data = values
         deferred = self._pinned.pop(number)
         deferred.pins -= 1
         deferred.close(self.params[number])
