@@ -223,6 +223,8 @@ class Bound:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
         if self._context.frees and self._engine.stepper is None and self._engine.hold is None:
             return  # every gather reads the masters
+        if any(unit.is_apart for unit in self._context.units):
+            return  # `GatheredParameters` shows values that are not in the masters yet
         before, self._marks = self._marks, self._current_marks()
         # Not the lists of tensors: a segment that was split in two here may be one on another rank.
         if any(before.get(tensor, version) != version for tensor, version in self._marks.items()) or self._has_moved():

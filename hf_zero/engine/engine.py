@@ -245,10 +245,10 @@ class Engine:
                 by_unit[unit] = mine
         for unit, mine in by_unit.items():
             unit.mark_old(mine)
-            if not self.context.frees:
+            if not self.context.frees or unit.is_held:
                 unit.gather()
-        if not self.context.frees:
-            for unit in by_unit:
+        for unit in by_unit:
+            if not self.context.frees or unit.is_held:
                 unit.wait()
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: torch.optim.Optimizer | None = None) -> None:

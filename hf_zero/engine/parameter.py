@@ -139,16 +139,6 @@ class ShardedParameter(nn.Parameter):
     # The C++ getter: a read costs what it costs for `nn.Parameter`.
     requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a plain parameter, without the storage of the span."""
-        if id(self) not in memo:
-            values = self.detach().clone(memory_format=torch.preserve_format)
-            memo[id(self)] = Tensor._make_subclass(original_class(self), values, self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)
-
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self._set_requires_grad(requires_grad)
         return self
@@ -158,7 +148,7 @@ class ShardedParameter(nn.Parameter):
         if id(self) not in memo:
             copied = self._zero_place.span.events.param_copied
             values = copied[0](self) if copied else self.detach().clone()
-            memo[id(self)] = original_class(self)(values, requires_grad=self.requires_grad)
+            memo[id(self)] = Tensor._make_subclass(original_class(self), values, self.requires_grad)
         found: nn.Parameter = memo[id(self)]
         return found
 
@@ -266,7 +256,8 @@ def adopt(param: nn.Parameter, place: Place) -> None:
 
 def original_class(param: nn.Parameter) -> type[Any]:
     """Return the class that a parameter had before it was sharded."""
-    kind: type[Any] = param.__dict__.get("_zero_class", type(param))
+    created = nn.Parameter if source_of(param) is not None else type(param)
+    kind: type[Any] = param.__dict__.get("_zero_class", created)
     return kind
 
 
