@@ -70,7 +70,7 @@ class Binding:
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
-        self._shown: list[tuple[dict[str, Any], list[int]]] = []
+        self._shown: list[list[int]] = []
         self._empty: dict[int, nn.Parameter] = {}
 
     @property
@@ -82,7 +82,7 @@ class Binding:
         groups = self.optimizer.param_groups
         for number, (group, mine) in enumerate(zip(groups, self.segments)):
             group["params"] = [segment.tensor for segment in mine] or [self.empty_of(number)]
-        self._shown = [(group, list(map(id, group["params"]))) for group in groups]
+        self._shown = [list(map(id, group["params"])) for group in groups]
 
     def hide_offloaded(self) -> None:
         """In the optimizer's own step, the groups are without segments that are not on the device."""
@@ -95,8 +95,8 @@ class Binding:
         groups = self.optimizer.param_groups
         if len(groups) != len(self._shown):
             return False
-        for group, (shown, ids) in zip(groups, self._shown):
-            if list(map(id, group["params"])) != ids or (group is not shown and not ids):
+        for group, ids in zip(groups, self._shown):
+            if list(map(id, group["params"])) != ids:
                 return False
         return True
 

@@ -93,7 +93,8 @@ class _Holder(NamedTuple):
 
     @property
     def binding(self) -> Binding | None:
-        return next((each for each in self.engine.bindings if self.span in each.spans), None)
+        param = self.span.params[self.number]
+        return next((each for each in self.engine.bindings if param in each.group_of), None)
 
     @property
     def segment(self) -> Segment | None:
@@ -110,7 +111,7 @@ class _Holder(NamedTuple):
         segment = self.segment
         if not isinstance(value, (Tensor, OnDisk)) or segment is None:
             return False
-        if segment.is_matrix:
+        if segment.is_matrix and isinstance(value, Tensor):
             return tuple(value.shape) == self.slot.spec.shape
         return value.dim() == 1 and value.numel() == segment.numel
 
@@ -300,7 +301,7 @@ def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
         if holder.has_elements(value):
             told: Any = value.dtype
         else:
-            told = holder.read(lambda: value.detach().cpu() if isinstance(value, Tensor) else value)
+            told = value.detach().cpu() if isinstance(value, Tensor) else value
         if holder.span.layout.shards > 1:
             told = holder.wire.exchange(told)[owners[0]]
         if not isinstance(told, torch.dtype):
