@@ -9,6 +9,7 @@ that are not safetensors, state dicts and quantized models take the stock path, 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,12 +27,18 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError, RankMismatchError
-from ..params.init import Init
-from ..runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
 from .stock import replaced
 from .weights import EXTRA_STATE, PlannedLoad, planned_load
+
+if os.environ.get("HF_ZERO_NEXT"):  # development only
+    from ..params.deferred import born, born_at_rest, slice_bounds
+    from ..params.deferred import deferred_of as birth_of
+    from ..params.next_init import Init
+else:
+    from ..params.init import Init
+    from ..runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
 
 
 def reading(init: Init) -> AbstractContextManager[object]:

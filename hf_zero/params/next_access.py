@@ -27,6 +27,7 @@ from ..engine.span import Span
 from ..errors import RankMismatchError, StateError
 from ..tiers.array import OnDisk, fetch
 from ..tiers.fingerprint import fingerprint
+from .deferred import deferred_of
 
 
 class _Holder(NamedTuple):
@@ -93,8 +94,7 @@ class _Holder(NamedTuple):
 
     @property
     def binding(self) -> Binding | None:
-        param = self.span.params[self.number]
-        return next((each for each in self.engine.bindings if param in each.group_of), None)
+        return next((each for each in self.engine.bindings if self.span in each.spans), None)
 
     @property
     def segment(self) -> Segment | None:
@@ -111,7 +111,7 @@ class _Holder(NamedTuple):
         segment = self.segment
         if not isinstance(value, (Tensor, OnDisk)) or segment is None:
             return False
-        if segment.is_matrix and isinstance(value, Tensor):
+        if segment.is_matrix:
             return tuple(value.shape) == self.slot.spec.shape
         return value.dim() == 1 and value.numel() == segment.numel
 
@@ -128,6 +128,11 @@ def _holder(param: nn.Parameter, what: str, *, needs_gradient: bool = False) -> 
     Raises:
         StateError: no engine has the parameter, or it is frozen and has no gradient.
     """
+    if deferred_of(param) is not None:
+        raise StateError(
+            f"{what}: this parameter of shape {tuple(param.shape)} was created under zero.Init() and has neither gradient nor "
+            "optimizer state before its model is sharded"
+        )
     place: Place | None = place_of(param)
     engine = None if place is None else engine_of(place.unit.context.model)
     if place is None or engine is None:
@@ -150,6 +155,9 @@ def _holder(param: nn.Parameter, what: str, *, needs_gradient: bool = False) -> 
 @torch.no_grad()
 def full_parameter(param: nn.Parameter) -> Tensor:
     """Return a parameter's full value on every rank, a new tensor: the master's, float32. A collective."""
+    deferred = deferred_of(param)
+    if deferred is not None:
+        return deferred.full(param.shape) if not deferred.is_open else param.detach().clone()
     holder = _holder(param, "full_parameter")
     with holder.wire.watch.doing("full_parameter()"):
         _settle(holder)
@@ -159,6 +167,9 @@ def full_parameter(param: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def local_parameter(param: nn.Parameter) -> Tensor:
     """Return this rank's elements of a parameter, a copy: the master's, float32."""
+    deferred = deferred_of(param)
+    if deferred is not None:
+        return deferred.slice_of(param).clone()
     holder = _holder(param, "local_parameter")
     _settle(holder)
     return holder.here(lambda here: holder.span.values(here.start, here.stop - here.start), _master(holder)).clone()
@@ -173,6 +184,11 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
         RankMismatchError: ranks pass different values.
     """
     what = "set_full_parameter"
+    deferred = deferred_of(param)
+    if deferred is not None:
+        _same_everywhere(param, value, deferred.wire, what)
+        deferred.put(param, value)
+        return
     holder = _holder(param, what)
     with holder.wire.watch.doing(f"{what}()"):
         _same_everywhere(param, value, holder.wire, what)
@@ -189,9 +205,14 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
     Where the stage keeps full parameters (0 to 2) they follow with `engine.refresh()`, a collective.
     """
     what = "set_local_parameter"
+    deferred = deferred_of(param)
+    if deferred is not None:
+        _fit(deferred.slice_of(param).numel(), value, what)
+        deferred.put_own(param, value.detach())
+        return
     holder = _holder(param, what)
     holder.engine.context.refuse_unsharded(what)
-    _fit(holder, value, what)
+    _fit(holder.numel, value, what)
     _write(holder, value.detach(), what)
 
 
@@ -265,7 +286,7 @@ def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
     """
     what = "set_local_gradient"
     holder = _holder(param, what, needs_gradient=True)
-    _fit(holder, value, what)
+    _fit(holder.numel, value, what)
     _write_gradient(holder, value.detach())
 
 
@@ -298,15 +319,13 @@ def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     with holder.wire.watch.doing("full_optimizer_state()"):
         value = holder.state(name)
         owners = [rank for rank, _ in holder.span.layout.owners(holder.slot)] or [0]
-        if holder.has_elements(value):
-            told: Any = value.dtype
-        else:
-            told = value.detach().cpu() if isinstance(value, Tensor) else value
+        has_elements = holder.has_elements(value)
+        told: Any = holder.read(lambda: value.dtype if has_elements else _on_cpu(value))
         if holder.span.layout.shards > 1:
             told = holder.wire.exchange(told)[owners[0]]
         if not isinstance(told, torch.dtype):
             return _single(holder, told)
-        own = holder.of_state(value) if holder.has_elements(value) else lambda here: torch.empty(0, dtype=told)
+        own = holder.of_state(value) if has_elements else lambda here: torch.empty(0, dtype=told)
         return holder.assemble(own, told)
 
 
@@ -323,10 +342,15 @@ def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     return holder.here(holder.of_state(value), value.dtype).clone()
 
 
+def _on_cpu(value: Any) -> Any:
+    value = fetch(value) if isinstance(value, OnDisk) else value
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
 def _single(holder: _Holder, value: Any) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return None if value is None else value.detach().clone()
-    return torch.tensor(fetch(value) if isinstance(value, OnDisk) else value, device="cpu")
+    return torch.as_tensor(_on_cpu(value), device="cpu")
 
 
 @torch.no_grad()
@@ -351,7 +375,7 @@ def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> 
     """Write this rank's elements of one optimizer state."""
     what = "set_local_optimizer_state"
     holder = _holder(param, what, needs_gradient=True)
-    _fit(holder, value, what)
+    _fit(holder.numel, value, what)
     refused = _write_state(holder, name, value.detach())
     if refused is not None:
         raise StateError(refused)
@@ -376,9 +400,9 @@ def _write_state(holder: _Holder, name: str, mine: Tensor) -> str | None:
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
-def _fit(holder: _Holder, value: Tensor, what: str) -> None:
-    if tuple(value.shape) != (holder.numel,):
-        raise StateError(f"{what}: this rank owns {holder.numel} elements, found a value of shape {tuple(value.shape)}")
+def _fit(numel: int, value: Tensor, what: str) -> None:
+    if tuple(value.shape) != (numel,):
+        raise StateError(f"{what}: this rank owns {numel} elements, found a value of shape {tuple(value.shape)}")
 
 
 def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: str) -> None:

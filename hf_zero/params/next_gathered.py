@@ -11,15 +11,18 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..comm.wire import SoloWire
 from ..engine.context import Context
 from ..engine.engine import engine_of
 from ..engine.parameter import Place, place_of
 from ..engine.span import Span
+from ..engine.unit import Unit
 from ..engine.unsharded import Hold
 from ..errors import ConfigError, StateError
 from ..tiers.fingerprint import fingerprint
+from .deferred import Deferred, deferred_of
 
 
 class GatheredParameters:
@@ -63,92 +66,181 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         outer = {id(param) for context in self._open for group in context._groups for param in group.params}
-        found: dict[int, tuple[Context, list[nn.Parameter]]] = {}
-        for param in self._params:
-            place = place_of(param)
-            if place is not None and id(param) not in outer:
-                context = place.unit.context
-                found.setdefault(id(context), (context, []))[1].append(param)
-        try:
-            for context, params in found.values():
-                last = context.wire.size - 1
-                if self._modifier_rank is not None and not 0 <= self._modifier_rank <= last:
-                    raise ConfigError(f"modifier_rank must be None or one of 0 to {last}, found {self._modifier_rank}")
-                self._groups.append(_Group(context, params))
-        except BaseException:
-            self._leave({})
-            raise
+        found: dict[int, tuple[Context | None, list[nn.Parameter]]] = {}
+        with torch._C.DisableTorchFunction():
+            for param in self._params:
+                place, deferred = place_of(param), deferred_of(param)
+                if id(param) not in outer and (place is not None or deferred is not None):
+                    context = None if place is None else place.unit.context
+                    found.setdefault(id(context), (context, []))[1].append(param)
+            try:
+                for context, params in found.values():
+                    group = _Created(params) if context is None else _Sharded(context, params)
+                    group.check_rank(self._modifier_rank)
+                    self._groups.append(group)
+                    group.begin()
+            except BaseException:
+                self._leave()
+                raise
         self._open.append(self)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._open.remove(self)
-        kept: dict[Span, list[int]] = {}
-        try:
-            if kind is None:
-                for group in self._groups:
-                    group.keep_edits(self._modifier_rank, kept)
-        finally:
-            self._leave(kept)
+        with torch._C.DisableTorchFunction():
+            try:
+                if kind is None:
+                    for group in self._groups:
+                        group.keep_edits(self._modifier_rank)
+            finally:
+                self._leave()
 
-    def _leave(self, kept: dict[Span, list[int]]) -> None:
+    def _leave(self) -> None:
         for group in self._groups:
-            group.end(kept)
+            group.end()
         self._groups.clear()
 
 
 class _Group:
-    """The parameters of one engine that a `GatheredParameters` has gathered."""
+    """Parameters that a `GatheredParameters` has gathered, of one kind."""
 
-    def __init__(self, context: Context, params: list[nn.Parameter]) -> None:
-        self.context, self.params = context, params
-        self._places: list[Place] = [place for param in params if (place := place_of(param)) is not None]
-        units = list(dict.fromkeys(place.unit for place in self._places))
-        with context.wire.watch.doing("GatheredParameters"):
-            self.hold = Hold(context, units, "GatheredParameters", apart=True)
-        self._apart = [unit for unit in units if not unit.is_apart]
-        for unit in self._apart:
-            unit.is_apart = True
-        self._is_free = context.is_unsharded  # its edits are the outer context's, also without `modifier_rank`
+    is_free = False
+    """Edits belong to an outer context, also without `modifier_rank`."""
+    wire: SoloWire
+    params: list[nn.Parameter]
+
+    def check_rank(self, modifier: int | None) -> None:
+        last = self.wire.size - 1
+        if modifier is not None and not 0 <= modifier <= last:
+            raise ConfigError(f"modifier_rank must be None or one of 0 to {last}, found {modifier}")
+
+    def begin(self) -> None:
+        with self.wire.watch.doing("GatheredParameters"):
+            self.gather()
         self._prints = self._fingerprints()
 
     def _fingerprints(self) -> list[list[int]]:
-        return [fingerprint(place.span.view(place.index)).tolist() for place in self._places]
+        return [fingerprint(self.full(number)).tolist() for number in range(len(self.params))]
 
     @torch.no_grad()
-    def keep_edits(self, modifier: int | None, kept: dict[Span, list[int]]) -> None:
-        """Give the masters what `modifier` wrote. A collective. Adds to `kept` what was written.
+    def keep_edits(self, modifier: int | None) -> None:
+        """Keep what `modifier` wrote. A collective.
 
         Raises:
             StateError: a rank wrote without being allowed to.
         """
-        wire = self.context.wire
-        if modifier is None and self._is_free:
+        if modifier is None and self.is_free:
             return
-        with wire.watch.doing("GatheredParameters"):
+        with self.wire.watch.doing("GatheredParameters"):
             edited = [now != before for now, before in zip(self._fingerprints(), self._prints)]
-            for rank, theirs in enumerate(everyone := wire.exchange(edited)):
+            everyone: list[list[bool]] = self.wire.exchange(edited)
+            for rank, theirs in enumerate(everyone):
                 if modifier is None and any(theirs):
-                    place = self._places[theirs.index(True)]
                     raise StateError(
-                        f"parameter {place.span.name_of(place.index)!r} was edited inside GatheredParameters on rank {rank}; "
-                        "the edit is discarded. Pass modifier_rank to keep one rank's edits"
+                        f"{self.name(theirs.index(True))} was edited inside GatheredParameters on rank {rank}; the edit is "
+                        "discarded. Pass modifier_rank to keep one rank's edits"
                     )
-            written = [place for place, flags in zip(self._places, zip(*everyone)) if any(flags)]
-            for span, index in ((place.span, place.index) for place in written):
-                values = span.view(index).view(-1)
-                if wire.size > 1 and modifier is not None:
-                    wire.broadcast(values.view(torch.uint8), modifier)
-                part = span.part_of(index)
-                if part is not None:
-                    span.write(part.start, values[part.there].to(span.master_dtype))
-                kept.setdefault(span, []).append(index)
+            for number, flags in enumerate(zip(*everyone)):
+                if any(flags) and modifier is not None:
+                    values = self.full(number).contiguous()
+                    if self.wire.size > 1:
+                        self.wire.broadcast(values.view(-1).view(torch.uint8), modifier)
+                    self.keep(number, values)
 
-    def end(self, kept: dict[Span, list[int]]) -> None:
-        self.hold.end(kept)
+    # By kind ----------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        raise NotImplementedError
+
+    def full(self, number: int) -> Tensor:
+        """The full values of one parameter, as user code may have written them."""
+        raise NotImplementedError
+
+    def name(self, number: int) -> str:
+        raise NotImplementedError
+
+    def keep(self, number: int, values: Tensor) -> None:
+        """Full values are the parameter's from now on. The same on every rank."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+
+class _Sharded(_Group):
+    """Parameters of one engine."""
+
+    def __init__(self, context: Context, params: list[nn.Parameter]) -> None:
+        self.params, self.wire, self._context = params, context.wire, context
+        self._places: list[Place] = [place for param in params if (place := place_of(param)) is not None]
+        self.is_free = context.is_unsharded
+        self._kept: dict[Span, list[int]] = {}
+        self._hold: Hold | None = None
+        self._apart: list[Unit] = []
+
+    def gather(self) -> None:
+        units = list(dict.fromkeys(place.unit for place in self._places))
+        self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
+        self._apart = [unit for unit in units if not unit.is_apart]
+        for unit in self._apart:
+            unit.is_apart = True
+
+    def full(self, number: int) -> Tensor:
+        place = self._places[number]
+        return place.span.view(place.index)
+
+    def name(self, number: int) -> str:
+        place = self._places[number]
+        return f"parameter {place.span.name_of(place.index)!r}"
+
+    def keep(self, number: int, values: Tensor) -> None:
+        span, index = self._places[number].span, self._places[number].index
+        part = span.part_of(index)
+        if part is not None:
+            span.write(part.start, values.view(-1)[part.there].to(span.master_dtype))
+        self._kept.setdefault(span, []).append(index)
+
+    def end(self) -> None:
+        if self._hold is not None:
+            self._hold.end(self._kept)
         for unit in self._apart:
             unit.is_apart = False
-            for event in self.context.events.writes_dropped:
+            for event in self._context.events.writes_dropped:  # an outer context's unit: what was written here is known
                 event(unit)
+
+
+class _Created(_Group):
+    """Parameters created under `zero.Init`."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self._sources: list[Deferred] = [each for param in params if (each := deferred_of(param)) is not None]
+        self.wire = max((each.wire for each in self._sources), key=lambda wire: wire.size)
+        self._pinned: dict[int, Deferred] = {}
+
+    def gather(self) -> None:
+        for number, (param, deferred) in enumerate(zip(self.params, self._sources)):
+            deferred.close(param)  # the values to come back to, if it is open just now
+            deferred.open(param)
+            deferred.pins += 1
+            self._pinned[number] = deferred
+
+    def full(self, number: int) -> Tensor:
+        return self.params[number].detach()
+
+    def name(self, number: int) -> str:
+        return f"a parameter of shape {tuple(self.params[number].shape)}"
+
+    def keep(self, number: int, values: Tensor) -> None:
+        self.params[number].data.copy_(values)
+        deferred = self._pinned.pop(number)
+        deferred.pins -= 1
+        deferred.close(self.params[number])
+
+    def end(self) -> None:
+        for number, deferred in self._pinned.items():
+            deferred.pins -= 1
+            deferred.close(self.params[number], keep=False)
+        self._pinned.clear()
 
 
 @contextmanager
@@ -172,6 +264,11 @@ def unsharded(model: nn.Module, *, in_compute_dtype: bool = False) -> Iterator[N
     """
     engine = engine_of(model)
     if engine is None:
+        if any(deferred_of(param) is not None for param in model.parameters()):
+            raise StateError(
+                "zero.unsharded: the model was created under zero.Init() and is not sharded yet. Shard it first, or use "
+                "zero.GatheredParameters(model)"
+            )
         yield
         return
     with engine.unsharded(in_compute_dtype=in_compute_dtype):

@@ -12,6 +12,7 @@ from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
+from .deferred import check_ready
 from .engine import Engine
 
 
@@ -30,6 +31,7 @@ def shard(
     """
     config = config or ZeroConfig()
     model, compile_ = take_wrapper_off(model)
+    check_ready(model)
     observers = [*compat.observers(), *diagnostics.observers(config)]
     engine = shard_core(
         model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, kind=Engine, **options

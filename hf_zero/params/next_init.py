@@ -1,0 +1,427 @@
+"""`zero.Init`: build models larger than one rank's memory as usual; each rank keeps its part of every parameter.
+
+Two official mechanisms of torch, both removed at exit: the registration hooks of nn.Module report every new parameter, and a
+`TorchFunctionMode` reports every torch function. A new parameter is full until another module gets a parameter or a child is
+attached; then it is closed (`deferred`). A function that reads or writes a closed one opens it first, so that whatever a
+constructor does with values gives the plain result. What is open at once is never more than the largest module's own
+parameters, or the arguments of one function.
+
+Every rank runs the same code, and draws the same random numbers: that makes the values, and which parameters are open, equal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ..comm.agree import on_all_ranks
+from ..comm.group_wire import home_device, open_wire
+from ..comm.watch import STALL_S
+from ..comm.wire import SoloWire, wire_device
+from ..config import OFFLOADS, check_choice
+from ..engine.parameter import place_of, set_source
+from ..errors import ConfigError, RankMismatchError
+from ..tiers.disk import Disk
+from ..tiers.host import free_at_once, freeing_at_once
+from ..tiers.tier import Meter
+from . import EXTENSIONS
+from .deferred import (
+    Deferred,
+    DeferredParameter,
+    EnteredMode,
+    Seen,
+    check_equal,
+    copy_deferred,
+    deferred_of,
+    entered_mode,
+    is_new_parameter,
+    needs_values,
+)
+from .fast_init import FastInit
+
+Pair = tuple[nn.Parameter, Deferred]
+
+_TRIM_BYTES = 16 << 20
+"""Most that closed parameters may leave in the allocator before it must give it back."""
+_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+
+OVERWRITES = frozenset(
+    {
+        "normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_",
+        "bernoulli_", "trunc_normal_", "zeros_", "ones_", "constant_", "xavier_uniform_", "xavier_normal_",
+        "kaiming_uniform_", "kaiming_normal_", "orthogonal_",
+    }
+)  # fmt: skip
+"""Functions that write every element of their first argument and read none."""
+
+
+class Init:
+    """Create models sharded: `with zero.Init(): model = …`.
+
+    The model is of its plain type, its parameters of their true shape and dtype. Each rank holds its equal part of every
+    parameter, and full buffers. `zero.shard`, `accelerator.prepare` and the Trainer continue from there. Every rank runs the
+    same code inside, on one thread. A nested context is part of the outer one. Enter another one later to change values of a
+    deferred model, or use `zero.GatheredParameters`.
+
+    Args:
+        init: `exact`: values, and the random state afterwards, are bit for bit those of the plain constructor. Every rank draws
+            every number: rank 0's, if the ranks were seeded differently; each has its own state again afterwards. `fast`: what
+            initialises element by element is drawn by each rank for its own part alone, and depends on the number of ranks.
+        offload_params: as in the `ZeroConfig` that the model will be sharded with. With `disk` or `auto`, `from_pretrained`
+            leaves values in their safetensors files until something changes or needs them. Frozen ones that `shard` puts on
+            disk are read from these files from then on. The files must stay as they are; a change is an error. With `disk`,
+            parts that are computed are stored in a file in `offload_dir` from the start.
+        offload_dir: as in that `ZeroConfig`.
+        enabled: False to do nothing.
+        stall_s: as in that `ZeroConfig`.
+
+    Raises:
+        StateError: outside, before the model is sharded: user code reads or writes values of a parameter.
+        RankMismatchError: on every rank, at the end or where a parameter is used: the ranks computed different values, or use
+            different parameters.
+
+    Attributes:
+        wire: the ranks.
+        peak_numel: the most parameter elements that were full at once so far.
+        bytes_read: by this rank, of weight files.
+        leaves_at_rest: values may stay in their files.
+
+    Example:
+        >>> with zero.Init():
+        ...     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B")
+        >>> engine = zero.shard(model, torch.optim.AdamW(model.parameters()), zero.ZeroConfig(stage=3))
+    """
+
+    def __init__(
+        self,
+        *,
+        init: str = "exact",
+        offload_params: str = "none",
+        offload_dir: str | None = None,
+        enabled: bool = True,
+        stall_s: float = STALL_S,
+    ) -> None:
+        if init not in ("exact", "fast"):
+            raise ConfigError(f"zero.Init: init must be 'exact' or 'fast', found {init!r}")
+        check_choice("zero.Init: offload_params", offload_params, OFFLOADS)
+        self.leaves_at_rest = offload_params in ("disk", "auto")
+        self._stores, self._folder = offload_params == "disk", offload_dir
+        self._store: Disk | None = None
+        self._is_fast, self._fast = init == "fast", FastInit()
+        self.enabled, self._stall_s = enabled, stall_s
+        self.wire: SoloWire = SoloWire()
+        self.peak_numel = self.bytes_read = 0
+        self._depth = self._thread = 0
+        self._stack = ExitStack()
+        self._current: nn.Module | None = None  # whose parameters are being registered
+        self._open: dict[int, Pair] = {}  # least recently used first
+        self._aliased: list[Deferred] = []
+        self._session = object()
+        self._known: list[weakref.ref[Deferred]] = []  # all that were registered or used, in that order
+        self._largest_numel = 0  # of the parameters that one module holds itself
+        self._freed_bytes = 0
+        self._seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._own_random: list[Tensor] | None = None  # of this rank before, where it was not rank 0's
+
+    def __enter__(self) -> Init:
+        if not self.enabled:
+            return self
+        outer = entered()
+        if outer is not None:
+            outer._depth += 1
+            return outer
+        self.wire = open_wire(home_device(), self._stall_s)
+        self.wire.watch.phase = "zero.Init"
+        if self._stores:
+            with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
+                self._store = Disk(self._folder, self.wire.rank, Meter())
+            free_at_once()  # in training, too: most of such a model is on disk
+        self._own_random, self._session = None, object()
+        self.align_random_states()
+        self._thread = threading.get_ident()
+        if self._is_fast:
+            self._fast.seed(self.wire.rank)
+        with ExitStack() as stack:
+            stack.enter_context(freeing_at_once())
+            stack.callback(self._leave)
+            stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
+            stack.callback(register_module_module_registration_hook(self._on_module).remove)
+            stack.enter_context(_Watch(self))
+            for extension in EXTENSIONS:
+                context = extension(self)
+                if context is not None:
+                    stack.enter_context(context)
+            self._stack = stack.pop_all()
+        self._depth = 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        outer = entered() if self.enabled else None
+        if outer is None:
+            return
+        outer._depth -= 1
+        if outer._depth == 0:
+            outer._stack.__exit__(*error)
+            known, outer._known = outer._known, []
+            if error[0] is None:
+                alive = [each() for each in known]
+                mine = [None if each is None else Seen(each.label, each.print, each.is_used) for each in alive]
+                with outer.wire.watch.doing("the end of zero.Init"):
+                    check_equal(outer.wire, "the end of zero.Init", mine)
+
+    def _leave(self) -> None:
+        """Close everything, also after an exception. No communication."""
+        self._current = None
+        for module in list(self._seen):
+            self._sweep(module)
+        self._close_all()
+        self._store = None  # deferred parameters keep it
+        self._aliased.clear()
+        self._seen = weakref.WeakKeyDictionary()
+        if self._own_random is not None:
+            _set_random_states(self._own_random, wire_device(self.wire, torch.device("cpu")))
+            self._own_random = None
+
+    def align_random_states(self) -> None:
+        """Use rank 0's random state on all ranks until the context is left, where states differ. A collective."""
+        with self.wire.watch.doing("zero.Init"):
+            own = _align_random_states(self.wire)
+        if self._own_random is None:
+            self._own_random = own
+
+    # Registration -----------------------------------------------------------------------------------------------------
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        with torch._C.DisableTorchFunction():
+            self._seen[module] = True
+            label = f"{type(module).__name__}.{name}"
+            if param is None or not _can_be_deferred(param):
+                known = None if param is None else deferred_of(param)
+                if known is not None:
+                    self._note(known, label)
+                return
+            if module is not self._current:
+                self._close_all()
+                self._current = module
+            self._begin(param, label)
+            own = [p for p in module._parameters.values() if p is not None and id(p) in self._open]
+            self._largest_numel = max(self._largest_numel, _numel({id(p): p for p in (*own, param)}.values()))
+            if self._is_fast:
+                self._close_all()
+
+    def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        with torch._C.DisableTorchFunction():
+            self._seen[parent] = True
+            self._close_all()
+            self._current = None
+            pending = [child] if child is not None and child not in self._seen else []
+            while pending:  # made without registration, as copies are
+                module = pending.pop()
+                self._seen[module] = True
+                self._sweep(module)
+                pending += [each for each in module._modules.values() if each is not None and each not in self._seen]
+
+    def _sweep(self, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is not None and _can_be_deferred(param):
+                self._begin(param, f"{type(module).__name__}.{name}")
+                self._close_all()
+
+    def _begin(self, param: nn.Parameter, label: str) -> None:
+        """A plain parameter is deferred, and open."""
+        deferred = Deferred(self.wire, device=param.device, store=self._store)
+        # Before a function is given it, its memory may never have been written: `fast` takes no digest of it.
+        deferred.is_compared = not self._is_fast
+        set_source(param, deferred)
+        copy_deferred(param)
+        self._note(deferred, label)
+        self._open[id(param)] = (param, deferred)
+        self._note_peak()
+
+    def _note(self, deferred: Deferred, label: str = "") -> None:
+        """Number a parameter among all that were registered or used: the same on every rank."""
+        if deferred.session is not self._session:
+            deferred.session = self._session
+            name = label or deferred.label.partition(" (")[0]
+            deferred.label = f"{name} (parameter {len(self._known)} inside zero.Init)"
+            self._known.append(weakref.ref(deferred))
+
+    # Open and closed --------------------------------------------------------------------------------------------------
+
+    def _close_all(self) -> None:
+        self._close_where(lambda: bool(self._open))
+        self._aliased = [each for each in self._aliased if each.has_alias]
+
+    def _close_where(self, more: Callable[[], bool], keep: Iterable[int] = ()) -> None:
+        """Close the least recently used ones, but for `keep`, as long as `more` returns True."""
+        kept = set(keep)
+        for key in [key for key in self._open if key not in kept]:
+            if not more():
+                return
+            param, deferred = self._open.pop(key)
+            if not deferred.pins and deferred_of(param) is deferred:
+                deferred.close(param)
+                if deferred.has_alias:
+                    self._aliased.append(deferred)
+                self._give_back(param.numel() * param.element_size())
+
+    def _give_back(self, freed_bytes: int) -> None:
+        """Return host memory of closed parameters to the system, now and then."""
+        self._freed_bytes += freed_bytes
+        if self._freed_bytes >= _TRIM_BYTES and _malloc_trim is not None and self.wire.size > 1:
+            self._freed_bytes = 0
+            _malloc_trim(0)
+
+    def _bring(self, found: list[Pair], overwritten: nn.Parameter | None, what: str) -> None:
+        """Open what the function `what` is about to use."""
+        used = {id(param) for param, _ in found}
+        found_numel = _numel(param for param, _ in found)
+        limit = max(self._largest_numel, found_numel)
+
+        def too_much() -> bool:
+            return found_numel + _numel(param for key, (param, _) in self._open.items() if key not in used) > limit
+
+        self._close_where(too_much, used)
+        self._agree(what, [each for param, each in found if not each.is_open and param is not overwritten])
+        for param, deferred in found:
+            deferred.open(param, fill=param is not overwritten)
+            self._open.pop(id(param), None)
+            self._open[id(param)] = (param, deferred)
+        self._note_peak()
+
+    def _agree(self, what: str, found: list[Deferred]) -> None:
+        """Check that every rank gathers the same values. A collective where there are some.
+
+        Raises:
+            RankMismatchError: on every rank: one reads alone, or has written alone.
+        """
+        if found and self.wire.size > 1:
+            for each in found:
+                self._note(each)
+            mine = [Seen(each.label, each.print, each.is_used) for each in found]
+            what = f"{what} of {mine[0].name}"
+            with self.wire.watch.doing(what):
+                check_equal(self.wire, what, mine)
+
+    def _note_peak(self) -> None:
+        self.peak_numel = max(self.peak_numel, _numel(param for param, _ in self._open.values()))
+
+    # What the mode calls ----------------------------------------------------------------------------------------------
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call one torch function, with the deferred parameters among its arguments opened."""
+        found: dict[int, Pair] = {}
+        uses = _find_deferred((args, kwargs), found)
+        if not found or not (needs_values(func) or getattr(func, "__name__", "") == "untyped_storage"):
+            return func(*args, **kwargs)
+        pairs = list(found.values())
+        closed = [pair for pair in pairs if not pair[1].is_open]
+        name = getattr(func, "__name__", "")
+        first: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+        is_alone = uses == 1 and any(first is param for param, _ in closed)
+        if is_alone and self._is_fast and self._fast.on_part(func, first, pairs[0][1], args[1:], kwargs):
+            self._note_use(pairs)
+            return first
+        overwrites = is_alone and (name in OVERWRITES or name == "__set__")
+        if closed or len(self._open) > 1:
+            self._bring(pairs, first if overwrites else None, name)
+        self._note_use(pairs)
+        if closed and is_new_parameter(func, 2):  # which wants a tensor of the class that it gave
+            return nn.Parameter(first.detach().clone(), requires_grad=False)
+        try:
+            return func(*args, **kwargs)
+        except BaseException:
+            if overwrites:  # it may have written nothing
+                for param, deferred in closed:
+                    deferred.close(param, keep=False)
+                    self._open.pop(id(param), None)
+            raise
+
+    def _note_use(self, found: Iterable[Pair]) -> None:
+        """After `_agree`, which depends on how the values were made."""
+        for param, deferred in found:
+            deferred.is_used = deferred.is_compared = True
+            self._note(deferred, f"a parameter of shape {tuple(param.shape)}")
+
+
+def entered() -> Init | None:
+    """Return the outermost `Init` that is entered."""
+    mode = entered_mode()
+    return mode.init if isinstance(mode, _Watch) else None
+
+
+class _Watch(EnteredMode):
+    """Sends every torch function through `Init.call`; inside that, torch functions are plain again."""
+
+    def __init__(self, init: Init) -> None:
+        super().__init__()
+        self.init = init
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.init.call(func, args, kwargs or {})
+
+
+def _find_deferred(value: Any, found: dict[int, Pair]) -> int:
+    """Collect the deferred parameters in nested arguments, each once. Returns how often they occur."""
+    if type(value) in (nn.Parameter, DeferredParameter):
+        deferred = deferred_of(value)
+        if deferred is None:
+            return 0
+        found[id(value)] = (value, deferred)
+        return 1
+    if isinstance(value, (tuple, list)):
+        return sum(_find_deferred(inner, found) for inner in value)
+    if isinstance(value, dict):
+        return sum(_find_deferred(inner, found) for inner in value.values())
+    return 0
+
+
+def _can_be_deferred(param: nn.Parameter) -> bool:
+    """Plain dense parameters with values. Others (quantized, without a shape yet) stay as they are."""
+    if type(param) is not nn.Parameter or param.is_meta or param.layout is not torch.strided or param.is_quantized:
+        return False
+    return deferred_of(param) is None and place_of(param) is None
+
+
+def _numel(params: Iterable[Tensor]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def _align_random_states(wire: SoloWire) -> list[Tensor] | None:
+    """Every rank draws rank 0's numbers from here on. Returns this rank's own states where they were others."""
+    if wire.size == 1:
+        return None
+    device = wire_device(wire, torch.device("cpu"))
+    cuda = device.type == "cuda" and torch.cuda.is_initialized()
+    with torch._C.DisableTorchFunction():
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
+        found = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
+        if len(set(wire.exchange(found))) == 1:
+            return None
+        first: list[Tensor] = wire.exchange(states if wire.rank == 0 else None)[0]
+        _set_random_states(first, device)
+    return states
+
+
+def _set_random_states(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and torch.cuda.is_initialized() and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
