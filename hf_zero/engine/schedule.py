@@ -482,7 +482,7 @@ class Schedule:
             return
         if self.in_backward:
             self.lost = (
-                "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
+                "a backward of this step raised: its gradients are gone, and those of earlier backwards of the step with them"
             )
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
