@@ -43,6 +43,10 @@ def methods(rank: int, world: int, stage: int) -> None:
     copied = copy.deepcopy(model)
     assert type(copied.lm_head.weight) is nn.Parameter
     copied.half().state_dict()
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    for one in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert type(one) is nn.Parameter
+        assert torch.equal(one, weight)
     engine.detach()
     assert not {"no_sync", "zero_grad", "_apply", "__deepcopy__", "state_dict"} & set(model.__dict__)
 
