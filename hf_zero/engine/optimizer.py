@@ -7,41 +7,23 @@ optimizer keep working. Full-matrix optimizers get one segment of true shape for
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import StateError
 from ..tiers.tier import Tier
 from .context import Context
 from .optimizer_kinds import Kind, moves_without_gradient
 from .optimizer_state import elementwise_of, put_states
 from .optimizer_trials import inner_optimizers
-from .parameter import place_of
 from .segment_states import SegmentStates
 from .segments import Segment, runs_of, split
 from .span import Span
 
 Groups = list[list[nn.Parameter]]
 """By optimizer group, the model's parameters."""
-
-
-class OptimizerState(defaultdict[Any, dict[str, Any]]):
-    """`optimizer.state`, by what the groups hold. Asking for one of the model's parameters raises `StateError`."""
-
-    def __init__(self, entries: Mapping[Any, dict[str, Any]] | None = None) -> None:
-        super().__init__(dict, entries or {})
-
-    def __missing__(self, key: Any) -> dict[str, Any]:
-        place = place_of(key) if isinstance(key, torch.Tensor) else None
-        if place is not None:
-            raise StateError(
-                f"optimizer.state was asked for parameter {place.span.name_of(place.index)!r}, and has state of what the "
-                "optimizer's groups hold: parts of parameters. Use zero.full_optimizer_state(param, name)"
-            )
-        return super().__missing__(key)
 
 
 class Binding:
@@ -175,7 +157,7 @@ class Binding:
         before: Any = self.optimizer.state
         known = {param for params in self.originals for param in params}
         saved = {param: entries for param, entries in before.items() if param in known}
-        self.optimizer.state = OptimizerState({key: each for key, each in before.items() if key not in known})
+        self.optimizer.state = defaultdict(dict, {key: each for key, each in before.items() if key not in known})
         for span in self.spans:
             put_states(self, span, saved, elementwise_of(self, saved))
 
