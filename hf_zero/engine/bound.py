@@ -33,9 +33,9 @@ class Bound:
         self._engine, self._context, self.bindings = engine, engine.context, bindings
         self._held = HeldSignals()
         self._undo: dict[torch.optim.Optimizer, list[Callable[[], object]]] = {}
-        self._marks: list[tuple[int, int]] = []
         for binding in bindings:
             self._take(binding.optimizer)
+        self._marks = self._current_marks()
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
 
     def detach(self) -> None:
@@ -71,6 +71,7 @@ class Bound:
         for binding in self.bindings:
             if binding.optimizer not in self._undo:
                 self._take(binding.optimizer)
+        self._marks = self._current_marks()
 
     def follow_groups(self) -> None:
         """Translate what user code has done to groups. A collective where it has; user code does the same on every rank."""
@@ -219,11 +220,16 @@ class Bound:
         return result
 
     def follow_writes(self) -> None:
-        """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
-        if self._context.frees and self._engine.stepper is None:
-            return  # every gather reads the masters
-        if self._marks and self._current_marks() != self._marks:
+        """Parameters get what user code wrote to tensors of the groups. A collective where it wrote.
+
+        Only writes by user code count, which are the same on every rank: the tensors have version counters of their own, and
+        tensors that a split has made since have none yet.
+        """
+        marks, now = self._marks, self._current_marks()
+        if any(marks.get(tensor, mark) != mark for tensor, mark in now.items()):
             self._refresh()
+        elif len(marks) != len(now):
+            self._marks = now
 
     def _refresh(self) -> None:
         for binding in self.bindings:
@@ -231,9 +237,9 @@ class Bound:
         self._engine.refresh()
         self._marks = self._current_marks()
 
-    def _current_marks(self) -> list[tuple[int, int]]:
-        tensors = [each.tensor for b in self.bindings for group in b.segments for each in group]
-        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    def _current_marks(self) -> dict[torch.Tensor, tuple[int, int]]:
+        shown = (tensor for b in self.bindings for group in b.optimizer.param_groups for tensor in group["params"])
+        return {tensor: (tensor._version, tensor.data_ptr()) for tensor in shown}
 
 
 def _put_back(own: dict[str, Any], name: str, method: object, had: object) -> None:

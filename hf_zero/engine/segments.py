@@ -115,7 +115,7 @@ class Segment:
 
     def refill(self) -> None:
         """Make the tensor again, of other bounds or members."""
-        self.tensor = nn.Parameter(self._values(), requires_grad=False)
+        self.tensor = nn.Parameter(self._values().data, requires_grad=False)
         self.show_flag()
 
     def rest_on(self, slice_values: Tensor) -> None:
