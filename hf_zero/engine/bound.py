@@ -33,6 +33,7 @@ class Bound:
         self._engine, self._context, self.bindings = engine, engine.context, bindings
         self._held = HeldSignals()
         self._undo: dict[torch.optim.Optimizer, list[Callable[[], object]]] = {}
+        self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
         self._marks = self._current_marks()
@@ -104,7 +105,8 @@ class Bound:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         self.get(optimizer).guard_state(self._engine.wait_for_steps)
-        undo: list[Callable[[], object]] = [StepWrapper(optimizer, self, self._held).remove]
+        wrapper = self._wrappers[optimizer] = StepWrapper(optimizer, self, self._held)
+        undo: list[Callable[[], object]] = [wrapper.remove]
         methods: dict[str, Callable[..., Any]] = {
             "zero_grad": partial(self._zero_grad, optimizer),
             "state_dict": partial(self._state_dict, optimizer),
@@ -122,6 +124,7 @@ class Bound:
 
     def _zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         self.get(optimizer, "zero_grad()")
+        self._wrappers[optimizer].forget()
         self._engine.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
 
     def _state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -95,6 +95,22 @@ def test_a_signal_waits_for_the_end_of_the_step(trained: Any) -> None:
     assert seen == ["stepped", "signal"]
 
 
+def test_a_step_past_the_instance_is_a_step(trained: Any) -> None:
+    """accelerate calls the method that it found before, under a loss scaler."""
+    model, optimizer, _ = trained
+    for number in range(3):
+        backward(model)
+        if number == 1:
+            with pytest.raises(TypeError):
+                torch.optim.SGD.step(optimizer, 1)
+            optimizer.zero_grad()
+            backward(model)
+        before = model[0].weight.detach().clone()
+        torch.optim.SGD.step(optimizer)
+        assert not torch.equal(model[0].weight, before)
+        optimizer.zero_grad()
+
+
 class Breaks(torch.optim.SGD):
     """Raises in its step, before or after it has written through `.data`, which no version counter sees."""
 
