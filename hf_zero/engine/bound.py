@@ -7,6 +7,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..errors import StateError
 from .groups import rebind
@@ -223,26 +224,37 @@ class Bound:
         return result
 
     def follow_writes(self) -> None:
-        """Parameters get what user code wrote to tensors of the groups. A collective where it wrote.
-
-        Only writes by user code count, which are the same on every rank: the tensors have version counters of their own, and
-        tensors that a split has made since have none yet.
-        """
-        marks, now = self._marks, self._current_marks()
-        if any(marks.get(tensor, mark) != mark for tensor, mark in now.items()):
+        """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
+        if any(unit.is_apart for unit in self._context.units):
+            return  # `GatheredParameters` shows values that are not in the masters yet
+        before, self._marks = self._marks, self._current_marks()
+        # Not the lists of tensors: a segment that was split in two here may be one on another rank.
+        if any(before.get(tensor, version) != version for tensor, version in self._marks.items()) or self._has_moved():
             self._refresh()
-        elif len(marks) != len(now):
-            self._marks = now
 
     def _refresh(self) -> None:
+        hold = self._engine.hold
+        if hold is not None:
+            hold.refuse_writes()
         for binding in self.bindings:
             binding.settle_memory()
         self._engine.refresh()
+        if hold is not None:
+            hold.renew()
         self._marks = self._current_marks()
 
-    def _current_marks(self) -> dict[torch.Tensor, tuple[int, int]]:
-        shown = (tensor for b in self.bindings for group in b.optimizer.param_groups for tensor in group["params"])
-        return {tensor: (tensor._version, tensor.data_ptr()) for tensor in shown}
+    def _current_marks(self) -> dict[Tensor, int]:
+        """Version counters of all tensors in groups, of those without elements too: each rank must see a write."""
+        groups = [group for binding in self.bindings for group in binding.optimizer.param_groups]
+        return {tensor: tensor._version for group in groups for tensor in group["params"]}
+
+    def _has_moved(self) -> bool:
+        for binding in self.bindings:
+            for group in binding.segments:
+                for segment in group:
+                    if segment.has_moved:
+                        return True
+        return False
 
 
 def _put_back(own: dict[str, Any], name: str, method: object, had: object) -> None:

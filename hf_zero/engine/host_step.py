@@ -41,7 +41,7 @@ class UnitStep:
     pieces: list[Piece]
     twin: Twin
     states: dict[Any, dict[str, Any]]
-    """The optimizer's. User code may assign it another dictionary meanwhile."""
+    """The optimizer's when the step began: user code may give it another dictionary."""
     after: Any
     """A point in the device's work: full parameters and copies may be written after it."""
     arrivals: list[Callable[[], None]]
