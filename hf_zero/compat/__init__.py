@@ -9,6 +9,7 @@ from ..engine.observer import Observer
 from .buffers import Buffers
 from .compiling import Compiling
 from .copies import Copies
+from .distributed_checkpoint import DistributedCheckpoint
 from .freezing import Freezing
 from .generation import Generation
 from .gradients import Gradients
@@ -21,6 +22,7 @@ from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
+from .unbound import Unbound
 from .writes import Writes
 
 
@@ -35,6 +37,7 @@ def observers() -> list[Observer]:
         Compiling(),
         RegisteredAgain(),
         Copies(),
+        DistributedCheckpoint(),
         Generation(),
         Gradients(),
         Methods(),
@@ -43,4 +46,5 @@ def observers() -> list[Observer]:
         StateDicts(),
         Writes(),
         Replaced(),
+        Unbound(),
     ]

@@ -173,7 +173,9 @@ class Schedule:
         if not in_backward and self._depth:
             self._order.append(unit)
         use = None
-        if torch.is_grad_enabled() and (self.frees or unit.trained):
+        # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
+        has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
+        if has_graph and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
             use = Use(unit, -1) if in_backward else self.tape.open(unit)
         if self.frees:
@@ -481,7 +483,10 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = "a backward of this step raised: its gradients are gone, and those of earlier backwards of the step with them"
+            self.lost = (
+                "a backward of this step raised: its gradients are gone, "
+                "and those of earlier backwards of the step with them"
+            )
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None
