@@ -17,10 +17,12 @@ from .group_gradients import GroupGradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
+from .unbound import Unbound
 from .writes import Writes
 
 
@@ -33,6 +35,7 @@ def observers() -> list[Observer]:
         Freezing(),
         Buffers(),
         Compiling(),
+        RegisteredAgain(),
         Copies(),
         DistributedCheckpoint(),
         Generation(),
@@ -43,4 +46,5 @@ def observers() -> list[Observer]:
         StateDicts(),
         Writes(),
         Replaced(),
+        Unbound(),
     ]

@@ -74,7 +74,7 @@ class Observer:
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
             forwards. It gathers the units, and returns the value of `run()`, which calls the function.
-        `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
+        `data_read(param, values)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `requires_grad_set(param)`: user code froze it, or lets it train again.
         `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.

@@ -81,6 +81,7 @@ class Deferred:
         self.print: int | None = None
         self.is_used, self.is_compared, self.pins = False, True, 0
         self.session: object = None
+        self._may_fail = origin is not None or store is not None  # to be read; the same on every rank
         self._stored: DiskArray | None = None
         self._strides: tuple[int, ...] | None = None  # of a parameter that is not row-major
         self._alias: Tensor | None = None
@@ -126,9 +127,8 @@ class Deferred:
         """
         wire, numel = self.wire, torch.Size(shape).numel()
         per_rank = -(-numel // wire.size)
-        may_fail = wire.size > 1 and (self.origin is not None or self._store is not None)
         with _plain():
-            own = read(wire, self.values, may_fail=may_fail)
+            own = read(wire, self.values, may_fail=self._may_fail and wire.size > 1)
             if room is None or room.dtype != own.dtype or room.numel() < per_rank * wire.size:
                 room = torch.empty(per_rank * wire.size, dtype=own.dtype, device=self.device)
             if wire.size == 1:
@@ -288,6 +288,7 @@ class Deferred:
         self.follow(param)
         own = None if self.at_rest else self.slice_of(param).clone()
         made = Deferred(self.wire, own, device=self.device, origin=self.origin, store=self._store)
+        made._may_fail = self._may_fail
         made.label, made.is_used, made.print = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.print
         return closed(made, param.shape, param.dtype, param.requires_grad)
 
