@@ -363,6 +363,8 @@ class Engine:
         if backward_id() >= 0:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
+        self.wait_for_steps()
+        self._bound.follow_writes()  # inside, nothing is sent
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         for event in self.events.before_unsharded:
             event()
