@@ -248,6 +248,13 @@ class ZeroConfig:
             "auto, stage 3 keeps units gathered from forward to backward where it has room to spare (default: no budget)."
         },
     )
+    keep_gathered: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Stage 3: device memory per rank, such as 4GiB, for units that stay gathered from forward to backward. "
+            "They are gathered once a pass instead of twice. Default: none stay."
+        },
+    )
     host_memory: int | str | None = field(
         default=None,
         metadata={"help": "Host memory that auto may use per rank, such as 64GiB. Default: a share of what is free."},
@@ -314,7 +321,7 @@ class ZeroConfig:
             )
         for name in ("offload_optimizer", "offload_params"):
             check_choice(name, getattr(self, name), OFFLOADS)
-        for name in ("device_memory", "host_memory"):
+        for name in ("device_memory", "keep_gathered", "host_memory"):
             value: int | str | None = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _memory_bytes(name, value))

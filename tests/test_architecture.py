@@ -97,6 +97,7 @@ SETTINGS = (
     "offload_params",
     "offload_dir",
     "device_memory",
+    "keep_gathered",
     "host_memory",
     "replicas",
     "wire",

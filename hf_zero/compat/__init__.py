@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from ..engine.observer import Observer
 from .buffers import Buffers
+from .compiling import Compiling
+from .copies import Copies
+from .distributed_checkpoint import DistributedCheckpoint
 from .freezing import Freezing
+from .generation import Generation
 from .gradients import Gradients
+from .group_gradients import GroupGradients
+from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .registered_again import RegisteredAgain
+from .replaced import Replaced
+from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
+from .unbound import Unbound
 from .writes import Writes
 
 
@@ -21,10 +31,20 @@ def observers() -> list[Observer]:
     return [
         Transforms(),
         OnDemand(),
+        SavedTensors(),
         Freezing(),
         Buffers(),
+        Compiling(),
+        RegisteredAgain(),
+        Copies(),
+        DistributedCheckpoint(),
+        Generation(),
         Gradients(),
+        Methods(),
+        GroupGradients(),
         Preemptions(),
         StateDicts(),
         Writes(),
+        Replaced(),
+        Unbound(),
     ]

@@ -7,6 +7,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..errors import StateError
 from .groups import rebind
@@ -33,9 +34,9 @@ class Bound:
         self._engine, self._context, self.bindings = engine, engine.context, bindings
         self._held = HeldSignals()
         self._undo: dict[torch.optim.Optimizer, list[Callable[[], object]]] = {}
-        self._marks: list[tuple[int, int]] = []
         for binding in bindings:
             self._take(binding.optimizer)
+        self._marks = self._current_marks()
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
 
     def detach(self) -> None:
@@ -220,22 +221,38 @@ class Bound:
 
     def follow_writes(self) -> None:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
-        if self._context.frees and self._engine.stepper is None:
+        if self._context.frees and self._engine.stepper is None and self._engine.hold is None:
             return  # every gather reads the masters
         if any(unit.is_apart for unit in self._context.units):
             return  # `GatheredParameters` shows values that are not in the masters yet
-        if self._marks and self._current_marks() != self._marks:
+        before, self._marks = self._marks, self._current_marks()
+        # Not the lists of tensors: a segment that was split in two here may be one on another rank.
+        if any(before.get(tensor, version) != version for tensor, version in self._marks.items()) or self._has_moved():
             self._refresh()
 
     def _refresh(self) -> None:
+        hold = self._engine.hold
+        if hold is not None:
+            hold.refuse_writes()
         for binding in self.bindings:
             binding.settle_memory()
         self._engine.refresh()
+        if hold is not None:
+            hold.renew()
         self._marks = self._current_marks()
 
-    def _current_marks(self) -> list[tuple[int, int]]:
-        tensors = [each.tensor for b in self.bindings for group in b.segments for each in group]
-        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    def _current_marks(self) -> dict[Tensor, int]:
+        """Version counters of all tensors in groups, of those without elements too: each rank must see a write."""
+        groups = [group for binding in self.bindings for group in binding.optimizer.param_groups]
+        return {tensor: tensor._version for group in groups for tensor in group["params"]}
+
+    def _has_moved(self) -> bool:
+        for binding in self.bindings:
+            for group in binding.segments:
+                for segment in group:
+                    if segment.has_moved:
+                        return True
+        return False
 
 
 def _put_back(own: dict[str, Any], name: str, method: object, had: object) -> None:

@@ -153,7 +153,8 @@ class Bucket:
         self._count_moving(source.nbytes + mean.nbytes)
         if span.layout.shards > 1:
             return wire.reduce(source, mean, span.layout.index, span.layout.cuts), mean, source
-        return wire.average(source, mean, span.layout.index), mean, source
+        # Without padding, as `take_source` may give it on another rank: an all-reduce needs equal lengths.
+        return wire.average(source[: self._used_numel], mean, span.layout.index), mean, source
 
     @torch.no_grad()
     def add(self, mean: Tensor) -> None:
@@ -284,6 +285,11 @@ class Bucket:
         target = self.grad[part]
         if not isinstance(target, Tensor) or target.data_ptr() != values.data_ptr():
             target.copy_(values)
+        self._written()
+
+    def _written(self) -> None:
+        for event in self.span.events.gradients_written:
+            event(self.span)
 
     def zero(self) -> None:
         """Gradients that exist become zeros, those of this rank, too."""
@@ -294,6 +300,7 @@ class Bucket:
         waiting = [grad for param in self.span.params if (grad := raw_grad(param)) is not None]
         for grad in (*waiting, *(() if self._held is None else (self._held,))):
             grad.zero_()
+        self._written()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
@@ -302,6 +309,7 @@ class Bucket:
             self.factor = factor if self.factor is None else self.factor * factor
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
+        self._written()
 
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""

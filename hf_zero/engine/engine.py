@@ -17,12 +17,13 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.precision import Precision
-from ..errors import ConfigError, LayoutError, StateError, ZeroError
+from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.tier import Tier
 from . import weighing
+from .away import STATES, Away
 from .bound import Bound
 from .build import give_back
-from .clipping import Parts, clip_norm, clip_value
+from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
 from .graph import backward_id
 from .host_step import Stepper
@@ -30,13 +31,12 @@ from .observer import Observer
 from .optimizer import Binding
 from .optimizer_dict import unbind
 from .optimizer_state import whole_states
-from .parameter import place_of, set_raw_grad
+from .parameter import set_raw_grad
 from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
 from .saving import load, outline, save
 from .schedule import Schedule
-from .segments import Segment
 from .span import Span
 from .unit import Unit
 from .unsharded import Hold, same_on_all_ranks
@@ -60,10 +60,10 @@ class Engine:
         self.context, self.bindings = context, bindings
         self.model, self.units, self._wire, self.events = context.model, context.units, context.wire, context.events
         self.schedule = Schedule(context, self._after_sync)
-        self.stepper = Stepper(context, bindings, self.schedule) if context.config.offload_optimizer != "none" else None
         self.saves = Saves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
+        self._away = Away(context, bindings)
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -71,6 +71,8 @@ class Engine:
             cast = {param for span in spans for param in span.params}
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
+        self.hold: Hold | None = None
+        """Inside `unsharded`."""
         self._bound = Bound(self, bindings)
         self._undo.append(self._bound.detach)
         for observer in context.events.observers:
@@ -243,10 +245,10 @@ class Engine:
                 by_unit[unit] = mine
         for unit, mine in by_unit.items():
             unit.mark_old(mine)
-            if not self.context.frees or unit.is_held:
+            if not self.context.frees:
                 unit.gather()
-        for unit in by_unit:
-            if not self.context.frees or unit.is_held:
+        if not self.context.frees:
+            for unit in by_unit:
                 unit.wait()
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -289,7 +291,7 @@ class Engine:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
         Args:
-            max_norm: `inf` only measures.
+            max_norm: `inf` only measures (NaN with `step_in_backward`, which keeps no gradients).
             norm_type: order of the norm; `inf` for the largest magnitude.
             parameters: of the model, these alone.
 
@@ -299,8 +301,11 @@ class Engine:
         Raises:
             LayoutError: a parameter is not of the sharded model.
         """
-        self._before_clipping("clip_grad_norm_")
-        return clip_norm(self._parts_to_clip(parameters), self._wire, float(max_norm), float(norm_type))
+        if self.config.step_in_backward and max_norm == float("inf"):
+            return torch.tensor(float("nan"), device="cpu")  # nothing is left to measure
+        self.complete_gradients("clip_grad_norm_")
+        parts = parts_to_clip(self.trained, self.context, parameters)
+        return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
@@ -308,42 +313,29 @@ class Engine:
         Raises:
             LayoutError: a parameter is not of the sharded model.
         """
-        self._before_clipping("clip_grad_value_")
-        clip_value(self._parts_to_clip(parameters), self._wire, clip_value_)
+        self.complete_gradients("clip_grad_value_")
+        clip_value(parts_to_clip(self.trained, self.context, parameters), self._wire, clip_value_)
 
-    def _parts_to_clip(self, parameters: Iterable[nn.Parameter] | None) -> Parts:
-        """By span, which elements of its slice belong to these parameters, or to segments of them."""
-        if parameters is None:
-            return {span: [slice(0, span.local_numel)] for span in self.trained}
-        found: dict[Span, list[slice]] = {span: [] for span in self.trained}
-        wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        segments: dict[Tensor, Segment] = {
-            segment.tensor: segment for span in self.trained for segment in span.segments
-        }
-        for param in wanted:
-            place, segment = place_of(param), segments.get(param)
-            if segment is not None:
-                found[segment.span].append(segment.here)
-            elif place is None or place.unit.context is not self.context:
-                raise LayoutError(
-                    f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with "
-                    "torch.nn.utils"
-                )
-            elif place.span in found and (part := place.span.part_of(place.index)) is not None:
-                found[place.span].append(part.here)
-        if wanted >= {param for span in self.trained for param in span.params}:
-            return self._parts_to_clip(None)
-        return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
+    def complete_gradients(self, what: str) -> None:
+        """Make reduced gradients ready for use outside of a step: what waits on this rank is reduced. A collective then.
 
-    def _before_clipping(self, what: str) -> None:
-        if self.context.config.step_in_backward and self.stepper is not None:
+        Raises:
+            StateError: inside a backward; with `step_in_backward`, which keeps no gradients.
+        """
+        if backward_id() >= 0:
             raise StateError(
-                f"{what}: step_in_backward updates parameters before all gradients are there, so nothing can be clipped. "
-                "Set step_in_backward to False, or do not clip (max_grad_norm=0 in TrainingArguments)"
+                f"{what} inside a backward: other ranks' gradients are not there. Do it after the backward"
             )
+        if self.config.step_in_backward:
+            raise StateError(
+                f"{what}: step_in_backward updates parameters before all gradients are there, and keeps none. Set it to "
+                "False, or do not clip (max_grad_norm=0 in TrainingArguments)"
+            )
+        if self.context.away:
+            self.context.check()
         self.schedule.flush()
         self.wait_for_steps()
-        for event in self.events.before_clip:
+        for event in self.events.before_gradients:
             event()
 
     # Full parameters --------------------------------------------------------------------------------------------------
@@ -368,13 +360,49 @@ class Engine:
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         for event in self.events.before_unsharded:
             event()
-        context.is_unsharded = True
+        context.is_unsharded, self.hold = True, hold
         try:
             yield
+            self._bound.follow_writes()
             same_on_all_ranks(context)
         finally:
-            context.is_unsharded = False
+            context.is_unsharded, self.hold = False, None
             hold.end(hold.written())
+
+    # Away -------------------------------------------------------------------------------------------------------------
+
+    def offload_states(self, include: Iterable[str] = STATES) -> None:
+        """Move what is stored on the device to host memory, until `reload_states`. Call it on every rank.
+
+        It makes room for other programs that share the device. Nothing can be computed or saved meanwhile.
+
+        Args:
+            include: of `parameters`, `gradients` and `optimizer` (masters and states, with their gradients).
+
+        Raises:
+            ConfigError: another name.
+            StateError: states are in host memory already.
+
+        Example:
+            >>> engine.offload_states()
+            >>> generate_with_another_engine()
+            >>> engine.reload_states()
+        """
+        self.context.refuse_unsharded("offload_states")
+        with self._wire.watch.doing("Engine.offload_states"):
+            if not self.context.away:
+                self.schedule.flush()
+                self.quiesce()
+            self._away.leave(include)
+
+    def reload_states(self) -> None:
+        """Move everything back, the same to the bit. A collective where the stage keeps full parameters.
+
+        Raises:
+            StateError: nothing is away.
+        """
+        with self._wire.watch.doing("Engine.reload_states"):
+            self._away.come_back()
 
     # Values from outside ----------------------------------------------------------------------------------------------
 
@@ -494,6 +522,8 @@ class Engine:
             CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
         """
         self.context.refuse_unsharded("Engine.load")
+        if self.context.away:
+            self.context.check()
         self.schedule.quiesce()
         with suppress(ZeroError):  # a step that failed: everything is written again
             self.wait_for_steps()

@@ -87,20 +87,37 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
             raise CheckpointError(f"rank {rank}: {theirs}") from failure
     spans = {span.layout.index: span for span in binding.spans}
     out: dict[str, ParameterState] = {}
-    for _, segments in everyone:
+    for rank, (_, segments) in enumerate(everyone):
         for number, members, arrays, single in segments:
-            for index in members if arrays or single else ():
+            for index in members:
                 spec = spans[number].layout.slots[index].spec
                 shapes = {name: (dtype, shape or spec.shape) for name, (dtype, shape) in arrays.items()}
-                out.setdefault(spec.name, ParameterState(spec.shape, shapes, single))
-    return out
+                found = ParameterState(spec.shape, shapes, single)
+                if mark_of(out.setdefault(spec.name, found)) != mark_of(found):
+                    raise CheckpointError(
+                        f"optimizer state of {spec.name!r}: rank {rank} has {sorted({*shapes, *single})}, an earlier rank "
+                        "has others or other step counts: not every rank has made the same steps"
+                    )
+    return {name: one for name, one in out.items() if one.arrays or one.scalars}
+
+
+def mark_of(state: ParameterState | None) -> object:
+    """Parameters with the same mark may share a segment: they have the same states, and the same single values."""
+    if state is None:
+        return None
+    arrays = sorted((name, dtype) for name, (dtype, _) in state.arrays.items())
+    return arrays, sorted((name, as_text(value)) for name, value in state.scalars.items())
 
 
 def _described(binding: Binding, segment: Segment) -> Described:
     entries = binding.state_of(segment)
     arrays = arrays_of(binding, segment, entries)
+
+    def is_like(value: Tensor) -> bool:
+        return value.shape == segment.shape if segment.is_matrix else value.numel() == segment.numel
+
     about = {
-        name: (dtype_name(value.dtype), tuple(value.shape) if value.numel() != segment.numel else None)
+        name: (dtype_name(value.dtype), None if isinstance(value, OnDisk) or is_like(value) else tuple(value.shape))
         for name, value in arrays.items()
     }
     single = {name: on_cpu(value) for name, value in entries.items() if name not in arrays}
@@ -273,7 +290,7 @@ def new_room(segment: Segment, name: str, dtype: torch.dtype, shape: Sequence[in
     span, numel = segment.span, math.prod(shape)
     if span.tier is Tier.DEVICE:
         return torch.empty(tuple(shape), dtype=dtype, device=span.device)
-    if span.tier is Tier.DISK and numel == segment.numel:
+    if span.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
         return span.state_on_disk(name, dtype)[segment.here]
     memory = span.context.storage_tier(Tier.HOST).empty(numel, dtype)
     return memory.view(tuple(shape)) if isinstance(memory, Tensor) else memory

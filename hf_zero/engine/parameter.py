@@ -33,7 +33,7 @@ _METADATA = frozenset(
     {
         "size", "dim", "numel", "ndimension", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
-        "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
+        "storage_offset", "__hash__", "__len__", "is_signed", "get_device", "is_shared",
         "is_same_size", "is_conj", "is_neg", "dim_order", "has_names", "is_pinned", "retain_grad", "__dir__", "is_tensor",
         "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
         "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "can_cast", "promote_types", "result_type",
@@ -105,17 +105,12 @@ class ShardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         values = raw_data(self)
         for event in self._zero_place.span.events.data_read:
-            event(self)
+            event(self, values)
         return values
 
     @data.setter
     def data(self, values: Tensor) -> None:
         place = self._zero_place
-        if values.shape != self.shape:
-            raise StateError(
-                f"{place.span.name_of(place.index)!r} was assigned values of shape {tuple(values.shape)}, and has shape "
-                f"{tuple(self.shape)}. A sharded parameter keeps its shape: detach() the engine first"
-            )
         place.span.put(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
@@ -144,17 +139,47 @@ class ShardedParameter(nn.Parameter):
     # The C++ getter: a read costs what it costs for `nn.Parameter`.
     requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a plain parameter, without the storage of the span."""
+        if id(self) not in memo:
+            values = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = Tensor._make_subclass(original_class(self), values, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self._set_requires_grad(requires_grad)
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy as a plain parameter with full values. A collective where ranks share the values out."""
+        if id(self) not in memo:
+            copied = self._zero_place.span.events.param_copied
+            values = copied[0](self) if copied else self.detach().clone()
+            memo[id(self)] = original_class(self)(values, requires_grad=self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._zero_place
+        if not place.unit.is_shown:
+            raise StateError(
+                f"parameter {place.span.name_of(place.index)!r} was pickled, and its values are sharded over the ranks. Pickle "
+                "copy.deepcopy(param), made on every rank, or do it inside zero.GatheredParameters"
+            )
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
 
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
-    """The readable and the released class for parameters that were of class `kind`."""
-    readable = (
-        ShardedParameter if kind is nn.Parameter else type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
-    )
+    """The readable and the released class for parameters that were of class `kind`.
+
+    Subclasses keep their name: libraries that quantize recognise theirs by it.
+    """
+    name: str = "ShardedParameter" if kind is nn.Parameter else kind.__name__
+    readable = ShardedParameter if kind is nn.Parameter else type(name, (ShardedParameter, kind), {})
 
     def __torch_function__(
         cls: type[Any], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,7 +190,7 @@ def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
             return func(*args, **(kwargs or {}))
 
     body = {"__torch_function__": classmethod(__torch_function__), "__module__": __name__, "_zero_released": True}
-    released = type(f"Released{kind.__name__}", (readable,), body)
+    released = type(name, (readable,), body)
     return readable, released
 
 

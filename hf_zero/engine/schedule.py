@@ -62,6 +62,7 @@ class Schedule:
         # Forward
         self._running: list[int] = [0] * len(self.units)
         self._depth = 0  # of calls of the root
+        self._keeps = False  # a backward may follow this forward: units of `Context.kept` stay
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
@@ -107,6 +108,7 @@ class Schedule:
         self.context.check()
         for event in self.events.before_forward:
             event(args, kwargs)
+        self._keeps = torch.is_grad_enabled()
         self._running = [0] * len(self.units)
         self._last_order, self._order = self._order, []
 
@@ -125,15 +127,17 @@ class Schedule:
         ):  # else another rank's forward may have a graph, and keeps it
             self._tail.release()
             self._tail = None
-        self._release_prefetched()
+        self._release_prefetched(keeps=self._keeps)
         for event in self.events.after_forward:
             event(output)
         if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
 
-    def _release_prefetched(self) -> None:
+    def _release_prefetched(self, *, keeps: bool = False) -> None:
         if self.frees:
             for unit in self.units:
+                if keeps and unit.index in self.context.kept:
+                    continue
                 if unit.state is State.SHARDED or unit is self._tail or self._running[unit.index] or unit in self._kept:
                     continue
                 unit.release()
@@ -150,6 +154,7 @@ class Schedule:
             self.context.check()
             for event in self.events.before_part:
                 event(unit)
+            self._keeps = torch.is_grad_enabled()
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
@@ -168,9 +173,14 @@ class Schedule:
         if not in_backward and self._depth:
             self._order.append(unit)
         use = None
-        if torch.is_grad_enabled() and (self.frees or unit.trained):
+        # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
+        has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
+        if has_graph and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
             use = Use(unit, -1) if in_backward else self.tape.open(unit)
+            if self.frees:
+                for event in self.events.use_begun:
+                    event(unit)
         calls.append((use, next_sequence_number()))
 
     def _prefetch(self, unit: Unit) -> None:
@@ -190,6 +200,9 @@ class Schedule:
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
         if use is not None:
+            if self.frees:
+                for event in self.events.use_ended:
+                    event(unit)
             token = Token(use) if in_backward else self.tape.close(use)
             found = tensors_in(output)
             nodes = nodes_of(found, first)
@@ -204,7 +217,9 @@ class Schedule:
         if unit in self._kept:
             return
         if not in_backward:
-            self._tail = unit
+            # Not by this call's own grad mode: user code may run a part without a graph on one rank.
+            if not (self._keeps and unit.index in self.context.kept):
+                self._tail = unit
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
 
@@ -316,6 +331,20 @@ class Schedule:
             unit.gather()
             unit.wait()
 
+    def reach(self, unit: Unit) -> bool:
+        """A backward reads what a graph saved of the unit's memory. Returns False if it had come to the unit by an output."""
+        if any(each.unit is unit for each in self._entered) and unit.state is State.GATHERED:
+            return False
+        if backward_id() >= 0:
+            self.begin()
+            for use in self._walk[self._walked :]:
+                if use.unit is unit:
+                    self.enter(use)  # in the order of the tape, like the ranks that come to its output
+                    return True
+        self._need(unit)
+        self._kept.add(unit)
+        return True
+
     def _finish_use(self, use: Use) -> None:
         """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""
         use.is_done = True
@@ -382,9 +411,12 @@ class Schedule:
             if use.is_listed:
                 self._finish_use(use)
         self._entered = []
-        if not self._keeps_graph:
-            self._kept.intersection_update(self._kept_to_step)
-            self._release_prefetched()
+        if self._keeps_graph and self.frees:
+            for unit in self.units:
+                if unit.state is State.GATHERED:  # the new graph has views of it
+                    self.keep(unit, to_step=True)
+        self._kept.intersection_update(self._kept_to_step)
+        self._release_prefetched()
         self._finish()
 
     def _finish(self) -> None:
@@ -432,10 +464,7 @@ class Schedule:
         """The optimizer has used the gradients."""
         self._has_run_backward = False
         self.tape.clear()
-        if self._keeps_graph:
-            self._keeps_graph = False
-            self._kept.clear()
-            self._release_prefetched()
+        self._keeps_graph = False
 
     def quiesce(self) -> None:
         """Nothing is gathered that the stage releases, and nothing is under way."""
@@ -455,7 +484,8 @@ class Schedule:
             return
         if self.in_backward:
             self.lost = (
-                "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
+                "a backward of this step raised: its gradients are gone, "
+                "and those of earlier backwards of the step with them"
             )
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"

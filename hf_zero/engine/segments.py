@@ -83,13 +83,21 @@ class Segment:
     def _values(self) -> Tensor:
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
-            return torch.full((1,), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
+            return torch.full((), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
         return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
 
     @property
     def memory(self) -> Tensor | None:
         """The elements of the master, 1-D; None on disk."""
         return None if isinstance(self.span.master, OnDisk) else self.span.master[self.here]
+
+    @property
+    def has_moved(self) -> bool:
+        """The tensor was given other memory than the master's (`tensor.data = values`)."""
+        master = self.span.master
+        if isinstance(master, OnDisk) or not self.numel:
+            return False
+        return self.tensor.data_ptr() != master.data_ptr() + self.start * master.element_size()
 
     @property
     def shape(self) -> torch.Size:
@@ -115,7 +123,10 @@ class Segment:
 
     def refill(self) -> None:
         """Make the tensor again, of other bounds or members."""
-        self.tensor = nn.Parameter(self._values(), requires_grad=False)
+        values = self._values()
+        # By assignment: the tensor's version counter is its own, and counts writes of the optimizer and of user code alone.
+        self.tensor = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device), requires_grad=False)
+        self.tensor.data = values
         self.show_flag()
 
     def rest_on(self, slice_values: Tensor) -> None:
@@ -127,7 +138,13 @@ class Segment:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         grad = self.span.bucket.grad
         is_hidden = self.span.context.is_stepping and self.span.tier is not Tier.DEVICE
-        if not self.has_grad or not isinstance(grad, Tensor) or isinstance(self.span.master, OnDisk) or is_hidden:
+        if (
+            self.span.context.away
+            or not self.has_grad
+            or not isinstance(grad, Tensor)
+            or isinstance(self.span.master, OnDisk)
+            or is_hidden
+        ):
             set_raw_grad(self.tensor, None)
             return
         set_raw_grad(self.tensor, grad[self.start : self.stop].view(self.tensor.shape))
@@ -195,6 +212,7 @@ def split(
             raise StateError("a segment has a parameter of which this rank has no elements")
         stop = segment.stop if number == len(runs) - 1 else part.stop
         new = Segment(segment.span, start, stop, run)
+        new.report_grad(isinstance(segment.tensor, SegmentTensor))
         cut = slice(start - segment.start, stop - segment.start)
         out.append((new, {name: _part_of_state(value, segment, cut) for name, value in state.items()}))
         start = stop

@@ -23,7 +23,7 @@ from ..plan.solve import PlanInputs
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .build import build_units, device_of, layout_for, specs_of
+from .build import build_units, device_of, layout_for, move_buffers, specs_of
 from .context import Context
 from .engine import Engine
 from .groups import bind, originals_of
@@ -84,6 +84,8 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         if any(place_of(param) is not None for param in model.parameters()):
             raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        for observer in observers:
+            observer.check(model)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
@@ -107,11 +109,13 @@ def shard(
     events = Events(observers)
     made = plan(PlanInputs(layout, Machine(), config, wire.size, precision, in_files=_in_files(drafter, wire)))
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
+    context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers))
         build_units(context, drafter, specs, made.placements)
+    move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
 
 

@@ -176,7 +176,7 @@ class Span:
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        if not self.stays and not self._gathered_bytes:
+        if not self.is_readable and self._usual is None:
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes
@@ -222,6 +222,21 @@ class Span:
             self._storage.resize_(0)
             self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
             self._gathered_bytes = 0
+
+    def drop(self) -> None:
+        """Free the memory of `full` where it stays. `restore` gives it back; the values are undefined then."""
+        if self.has_outside_views or not self._storage.resizable():
+            self.leave_storage()
+        self._storage.resize_(0)
+
+    def restore(self) -> None:
+        self._storage.resize_(self.full_bytes)
+
+    def use_master(self, values: Tensor) -> None:
+        """The master is in other memory from now on."""
+        self.master = values
+        for segment in self.segments:
+            segment.rest_on(values)
 
     # Masters in another buffer ----------------------------------------------------------------------------------------
 

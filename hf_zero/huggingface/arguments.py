@@ -31,6 +31,7 @@ class ZeroFlags:
     zero_offload_params: str = setting("offload_params")
     zero_offload_dir: str | None = setting("offload_dir")
     zero_device_memory: str | None = setting("device_memory")
+    zero_keep_gathered: str | None = setting("keep_gathered")
     zero_host_memory: str | None = setting("host_memory")
     zero_replicas: int = setting("replicas")
     zero_wire: str = setting("wire")

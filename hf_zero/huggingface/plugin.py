@@ -52,6 +52,7 @@ class ZeroPlugin(ParallelismConfig):
     offload_params: str = setting("offload_params")
     offload_dir: str | None = setting("offload_dir")
     device_memory: int | str | None = setting("device_memory")
+    keep_gathered: int | str | None = setting("keep_gathered")
     host_memory: int | str | None = setting("host_memory")
     replicas: int = setting("replicas")
     wire: str = setting("wire")

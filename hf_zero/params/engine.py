@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
+
+from ..compat.compiling import Compile, Compiling
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
+from ..errors import StateError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
@@ -47,6 +52,28 @@ class Engine(core.Engine):
     def recorder(self) -> Recorder | None:
         """What `record` made last, until it is closed."""
         return self._records.recorder
+
+    def compile(self, *, using: Compile | None = None, **options: Any) -> None:
+        """Compile the model block by block, as `model.compile(...)` does: gathers and releases stay outside the graphs.
+
+        A block that cannot be compiled runs as it is, which is logged once. No communication.
+
+        Args:
+            using: compiles a function, instead of `torch.compile` with these options.
+        """
+        self.observer(Compiling).compile(using or partial(torch.compile, **options))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks of the model are compiled."""
+        return bool(self.observer(Compiling).compiled)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "an Engine cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model "
+            "instead (copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or "
+            "torch.save(model.state_dict())"
+        )
 
     @property
     def plan(self) -> Plan:

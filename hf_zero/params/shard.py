@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import compat, diagnostics
+from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
@@ -29,8 +30,12 @@ def shard(
     As `hf_zero.engine.shard`, with the observers of `compat` and `diagnostics`.
     """
     config = config or ZeroConfig()
+    model, compile_ = take_wrapper_off(model)
     check_ready(model)
     observers = [*compat.observers(), *diagnostics.observers(config)]
-    return shard_core(
+    engine = shard_core(
         model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, kind=Engine, **options
     )
+    if compile_ is not None:
+        engine.compile(using=compile_)
+    return engine

@@ -9,6 +9,7 @@ import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -74,9 +75,13 @@ def room_for(inputs: PlanInputs, placements: Sequence[Placement]) -> Kept:
     between nodes, which are the slow ones, for a node's share of the memory (Wang et al., "ZeRO++", arXiv 2306.10209, section
     3.2); then as many of these whole.
     """
+    order = candidates(inputs.layout, placements, inputs.setup)
+    if inputs.config.keep_gathered is not None:
+        return Kept(
+            _kept_within(int(inputs.config.keep_gathered), [inputs.layout.units[at].gathered_bytes for at in order])
+        )
     if not keeps(inputs.config, inputs.world_size):
         return Kept()
-    order = candidates(inputs.layout, placements, inputs.setup)
     count = 0
 
     def fits(kept: Kept) -> bool:
@@ -90,6 +95,14 @@ def room_for(inputs: PlanInputs, placements: Sequence[Placement]) -> Kept:
         count = _most(len(order), lambda count: fits(Kept(0, count)))
     whole = _most(len(order), lambda whole: fits(Kept(whole, count)))
     return Kept(whole, max(whole, count))
+
+
+def _kept_within(budget: int, sizes: Sequence[int]) -> int:
+    """How many units, from the first on, take at most `budget` bytes together."""
+    for count, total in enumerate(accumulate(sizes)):
+        if total > budget:
+            return count
+    return len(sizes)
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
