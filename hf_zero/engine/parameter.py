@@ -139,16 +139,6 @@ class ShardedParameter(nn.Parameter):
     # The C++ getter: a read costs what it costs for `nn.Parameter`.
     requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a plain parameter, without the storage of the span."""
-        if id(self) not in memo:
-            values = self.detach().clone(memory_format=torch.preserve_format)
-            memo[id(self)] = Tensor._make_subclass(original_class(self), values, self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)
-
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self._set_requires_grad(requires_grad)
         return self
