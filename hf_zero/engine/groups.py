@@ -23,7 +23,9 @@ from .span import Span
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 Source = tuple[str, Any]
-"""What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name)."""
+"""What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name).
+
+A group without segments on this rank has an empty tensor, so that every rank sees its group moved."""
 Held = tuple[list[Source], list[str]]
 """Sources of one group in their order, and names of the parameters that have elements in its segments here."""
 
@@ -120,12 +122,11 @@ def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> l
 
 
 def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[Held]:
-    segments: dict[int, tuple[int, int, Segment]] = {
-        id(segment.tensor): (number, at, segment)
-        for number, binding in enumerate(bindings)
-        for at, group in enumerate(binding.segments)
-        for segment in group
-    }
+    segments: dict[int, tuple[int, int, Segment | None]] = {}
+    for number, binding in enumerate(bindings):
+        for before, group_segments in enumerate(binding.segments):
+            segments |= {id(each.tensor): (number, before, each) for each in group_segments}
+            segments[id(binding.empty_of(before))] = number, before, None
     out: list[Held] = []
     for at, group in enumerate(optimizer.param_groups):
         sources: dict[Source, None] = {}
@@ -135,7 +136,8 @@ def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: 
             if found is not None:
                 number, group_before, segment = found
                 sources["segments", (number, group_before)] = None
-                members += [segment.span.name_of(index) for index in segment.members]
+                if segment is not None:
+                    members += [segment.span.name_of(index) for index in segment.members]
             elif tensor in names:
                 sources["parameter", names[tensor][0]] = None
             else:

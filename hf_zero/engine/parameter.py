@@ -148,7 +148,7 @@ class ShardedParameter(nn.Parameter):
         if id(self) not in memo:
             copied = self._zero_place.span.events.param_copied
             values = copied[0](self) if copied else self.detach().clone()
-            memo[id(self)] = original_class(self)(values, requires_grad=self.requires_grad)
+            memo[id(self)] = Tensor._make_subclass(original_class(self), values, self.requires_grad)
         found: nn.Parameter = memo[id(self)]
         return found
 
