@@ -98,15 +98,6 @@ _NAMES = {
     "runtime.engine": ("Engine", "engine_of", "on_preemption"),
     "runtime.shard": ("shard",),
 }
-if os.environ.get("HF_ZERO_NEXT"):  # development only
-    _NAMES |= {"engine.engine": ("engine_of",), "params.engine": ("Engine",), "params.shard": ("shard",)}
-    _NAMES["engine.optimizer_kinds"] = ("register_optimizer",)
-    _NAMES["params.next_gathered"] = _NAMES.pop("params.gathered")
-    _NAMES["params.next_access"] = _NAMES.pop("params.access")
-    _NAMES["params.next_init"] = _NAMES.pop("params.init")
-    _NAMES["compat.preemption"] = ("on_preemption",)
-    del _NAMES["runtime.engine"]
-    del _NAMES["runtime.shard"]
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "__version__"])
