@@ -539,6 +539,10 @@ class Engine:
             unbind(binding, state)
         self.bindings = []
 
+    def on_detach(self, call: Callable[[], object]) -> None:
+        """Call `call` when the engine gives the model back."""
+        self._undo.append(call)
+
     def observer(self, kind: type[Attached]) -> Attached:
         """Return the observer of a class.
 

@@ -25,12 +25,10 @@ from torch.optim import Optimizer
 from ..config import ZeroConfig
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..plan.machine import Machine, kept
-from ..runtime.engine import Engine, engine_of
-from ..runtime.passes.compiling import take_wrapper_off
-from ..runtime.shard import shard
-from ..runtime.values.deferred import birth_of
-from ..runtime.values.ownership import owner_of
-from ..runtime.values.sharded import Sharded
+from ..compat.compiling import take_wrapper_off
+from ..engine.parameter import place_of
+from ..params.engine import Engine, engine_of
+from ..params.shard import shard
 from .accelerator_state import ZeroStateMixin
 from .arguments import check_counts
 from .checkpoints import bare_optimizer
@@ -268,8 +266,8 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         wanted = frozenset(map(id, params))
         engine = _engine_holding(params)
         if engine is not None:
-            every = frozenset(map(id, engine.sharded.places))
-            trained = frozenset(id(param) for param in engine.sharded.places if param.requires_grad)
+            every = frozenset(map(id, engine.context.names))
+            trained = frozenset(id(param) for param in engine.context.names if param.requires_grad)
         else:  # they may be an optimizer's: this rank's flat slices
             bare = [bare_optimizer(optimizer) for optimizer in self._optimizers]
             found = next((one for one in bare if not wanted.isdisjoint(_param_ids(one))), None)
@@ -357,7 +355,7 @@ def _is_bound(optimizer: Optimizer, engine: Engine) -> bool:
 def _engine_holding(params: Iterable[Any]) -> Engine | None:
     """Return the engine of the first of `params` that belongs to a sharded model."""
     for param in params:
-        owner = owner_of(param)
-        if isinstance(owner, Sharded):
-            return engine_of(owner.model)
+        place = place_of(param)
+        if place is not None:
+            return engine_of(place.unit.context.model)
     return None

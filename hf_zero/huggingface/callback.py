@@ -31,9 +31,9 @@ from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..config import size_text
 from ..errors import ConfigError
 from ..plan.report import end, start
-from ..runtime.engine import Engine, engine_of, on_preemption
-from ..runtime.preemption import Preemption
-from ..runtime.usage import limits
+from ..compat.preemption import Preemption, on_preemption
+from ..diagnostics.usage import limits
+from ..params.engine import Engine, engine_of
 from .arguments import ONE_RANK
 from .stock import CallbackBase, TrainerBase, put_in_front, show
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
+import torch
+from torch import nn
+
+from ..compat.compiling import Compiling
+from ..compat.evaluation import OtherDtype
+from ..core.layout import Layout
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
 from ..plan.plan import Plan
@@ -54,5 +61,23 @@ class Engine(core.Engine):
         return self.context.plan
 
     @property
+    def layout(self) -> Layout:
+        """Which rank owns which elements; integers only."""
+        return self.context.layout
+
+    def shown_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Inside, the model is as after `model.to(dtype)`, for forwards without a graph; masters are as before.
+
+        Where full parameters stay, that takes a second copy of them in this dtype, else one of a unit at a time. On every
+        rank.
+        """
+        return self.observer(OtherDtype).shown_in(dtype)
+
+    @property
     def _records(self) -> Records:
         return self.observer(Records)
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """Return the engine of a sharded model, also through wrappers that hold it as a submodule; None for any other module."""
+    return cast("Engine | None", core.engine_of(model))
