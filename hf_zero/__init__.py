@@ -1,7 +1,6 @@
 """hf_zero: native ZeRO sharding (stages 0 to 3) for PyTorch and Hugging Face training loops."""
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 from . import (  # noqa: F401  (`huggingface` registers what knows transformers; none loads torch)
@@ -17,6 +16,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
     from .checkpoint.folder import verify as verify
     from .checkpoint.series import latest_checkpoint as latest_checkpoint
     from .checkpoint.series import prune_checkpoints as prune_checkpoints
+    from .compat.preemption import on_preemption as on_preemption
     from .config import ZeroConfig as ZeroConfig
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
@@ -47,20 +47,20 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
     from .params.access import set_local_gradient as set_local_gradient
     from .params.access import set_local_optimizer_state as set_local_optimizer_state
     from .params.access import set_local_parameter as set_local_parameter
+    from .params.engine import Engine as Engine
+    from .params.engine import engine_of as engine_of
     from .params.gathered import GatheredParameters as GatheredParameters
     from .params.gathered import unsharded as unsharded
     from .params.init import Init as Init
+    from .params.shard import shard as shard
     from .plan.report import Report as Report
-    from .runtime.engine import Engine as Engine
-    from .runtime.engine import engine_of as engine_of
-    from .runtime.engine import on_preemption as on_preemption
-    from .runtime.shard import shard as shard
 
 # Loaded at first use: the command line answers without torch, the engine works without accelerate and transformers.
 _NAMES = {
     "checkpoint.export": ("card_for", "export"),
     "checkpoint.folder": ("verify",),
     "checkpoint.series": ("latest_checkpoint", "prune_checkpoints"),
+    "compat.preemption": ("on_preemption",),
     "config": ("ZeroConfig",),
     "errors": (
         "CheckpointError",
@@ -93,19 +93,12 @@ _NAMES = {
         "set_local_optimizer_state",
         "set_local_parameter",
     ),
+    "params.engine": ("Engine", "engine_of"),
     "params.gathered": ("GatheredParameters", "unsharded"),
     "params.init": ("Init",),
+    "params.shard": ("shard",),
     "plan.report": ("Report",),
-    "runtime.engine": ("Engine", "engine_of", "on_preemption"),
-    "runtime.shard": ("shard",),
 }
-if os.environ.get("HF_ZERO_NEXT"):  # development only
-    _NAMES |= {"engine.engine": ("engine_of",), "params.engine": ("Engine",), "params.shard": ("shard",)}
-    _NAMES["params.next_gathered"] = _NAMES.pop("params.gathered")
-    _NAMES["params.next_access"] = _NAMES.pop("params.access")
-    _NAMES["compat.preemption"] = ("on_preemption",)
-    del _NAMES["runtime.engine"]
-    del _NAMES["runtime.shard"]
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "__version__"])

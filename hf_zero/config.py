@@ -251,8 +251,8 @@ class ZeroConfig:
     keep_gathered: int | str | None = field(
         default=None,
         metadata={
-            "help": "Stage 3: device memory per rank, such as 4GiB, for units that stay gathered from forward to backward. They "
-            "are gathered once a pass instead of twice. Default: none stay."
+            "help": "Stage 3: device memory per rank, such as 4GiB, for units that stay gathered from forward to backward. "
+            "They are gathered once a pass instead of twice. Default: none stay."
         },
     )
     host_memory: int | str | None = field(

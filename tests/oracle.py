@@ -396,7 +396,7 @@ NEXT = os.environ.get("HF_ZERO_NEXT")  # development only
 
 def _next_weights(each: Any) -> dict[str, Any]:
     """Until the new engine's state dicts are there."""
-    if each.plain._state_dict_hooks or each.plain._state_dict_pre_hooks:
+    if each.plain._state_dict_hooks or each.plain._state_dict_pre_hooks or "state_dict" in each.plain.__dict__:
         return each.plain.state_dict()
     from hf_zero.engine.build import full_values
 

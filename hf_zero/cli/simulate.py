@@ -24,10 +24,9 @@ from ..errors import ConfigError, needs
 from ..plan.configs import CONFIGS
 from ..plan.machine import Machine
 from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Processor, StepTime, Waited, replay
-from ..runtime.engine import Engine
-from ..runtime.shard import shard
-from ..runtime.transports import Roads
-from ..runtime.usage import predicted
+from ..diagnostics.usage import predicted
+from ..params.engine import Engine
+from ..params.shard import shard
 from ..tiers.tier import Tier
 from .commands import SimulateOptions, print_json
 from .files import writable
@@ -121,10 +120,10 @@ def recorded_step(
     """
     record = Record()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    roads = Roads(wire=partial(recorded_wire, record, collectives=collectives))
+    open_wire = partial(recorded_wire, record, collectives=collectives)
     if node_ranks is not None:
         roads = replace(roads, node_names=lambda wire: [str(rank // node_ranks) for rank in range(wire.size)])
-    engine = shard(model, optimizer, config, mixed_precision=mixed_precision, roads=roads)
+    engine = shard(model, optimizer, config, mixed_precision=mixed_precision, open_wire=open_wire)
     for _ in range(WARM_UP_STEPS):
         _step(engine, optimizer, loss, accumulation)
     record.events = []

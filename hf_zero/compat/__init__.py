@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from ..engine.observer import Observer
 from .buffers import Buffers
+from .compiling import Compiling
+from .copies import Copies
+from .evaluation import OtherDtype
 from .freezing import Freezing
+from .generation import Generation
 from .gradients import Gradients
+from .group_gradients import GroupGradients
+from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .replaced import Replaced
+from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
 from .writes import Writes
@@ -21,10 +29,18 @@ def observers() -> list[Observer]:
     return [
         Transforms(),
         OnDemand(),
+        OtherDtype(),
+        SavedTensors(),
         Freezing(),
         Buffers(),
+        Compiling(),
+        Copies(),
+        Generation(),
         Gradients(),
+        Methods(),
+        GroupGradients(),
         Preemptions(),
         StateDicts(),
         Writes(),
+        Replaced(),
     ]

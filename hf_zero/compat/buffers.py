@@ -149,7 +149,7 @@ class Buffers(Observer):
             return []
         self._backwards += 1
         now, seen = self._versions(), self._seen
-        if len(now) != len(seen) or any([a is not b or v != w for (a, v), (b, w) in zip(now, seen)]):
+        if len(now) != len(seen) or any(a is not b or v != w for (a, v), (b, w) in zip(now, seen)):
             before = {id(buffer): version for buffer, version in seen}
             self._compare({id(buffer) for buffer, version in now if before.get(id(buffer)) != version})
             self._seen = now

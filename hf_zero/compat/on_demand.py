@@ -13,6 +13,7 @@ or step raises then, for the view would be old.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ _ADDRESSES = frozenset(
 )
 """Functions whose result refers to the memory and is no tensor."""
 
+_COLLECTIVE_S = 0.5
+"""User code's own collectives (`dist.broadcast(p.data, 0)`) drop their tensors some time after they have ended."""
+
 
 class OnDemand(Observer):
     """Runs operations of user code on parameters of released units."""
@@ -46,7 +50,7 @@ class OnDemand(Observer):
 
     def sharded_read(self, units: Sequence[Unit], func: Any, run: Callable[[], Any]) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name == "__repr__":  # debuggers print on one rank alone
+        if name in ("__repr__", "__format__"):  # debuggers print on one rank alone
             return f"Parameter(values of unit {units[0].name!r} are sharded over the ranks)"
         if backward_id() < 0:
             self._drop_unused(units)
@@ -94,7 +98,11 @@ class OnDemand(Observer):
         self._end_views()
 
     def _end_views(self) -> None:
-        held = [unit for unit in self._viewed if unit.state is State.GATHERED and self._is_held(unit)]
+        viewed = [unit for unit in self._viewed if unit.state is State.GATHERED]
+        deadline = time.monotonic() + _COLLECTIVE_S
+        while any(map(self._is_held, viewed)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        held = [unit for unit in viewed if self._is_held(unit)]
         for unit in [*self._viewed]:
             self._schedule.release(unit)
         for unit in held:

@@ -146,8 +146,7 @@ class StateDicts(Observer):
             span, shape = _span_of(param), tuple(param.shape)
             landing = nn.Parameter(torch.empty(shape, dtype=span.master_dtype, device=span.device), requires_grad=False)
             value = state.get(prefix + name)
-            fits = isinstance(value, Tensor) and tuple(value.shape) in (shape, shape or (1,))
-            if fits:
+            if isinstance(value, Tensor) and tuple(value.shape) in (shape, shape or (1,)):
                 wanted.add(param)
                 if spreads:
                     state[prefix + name] = self._spread(value, landing)
@@ -155,10 +154,10 @@ class StateDicts(Observer):
         before = {param: landing._version for param, landing in landings.items()}
         with _replaced(holders, landings):
             stock(state, prefix, *args)
-        for param, landing in landings.items():
+        for param, written in landings.items():
             # Custom loaders may write under other names, or past torch's version counter.
-            if param in wanted or landing._version != before[param]:
-                param.data = landing.detach()
+            if param in wanted or written._version != before[param]:
+                param.data = written.detach()
 
     def _spread(self, value: Tensor, landing: Tensor) -> Tensor:
         """Return rank 0's value. A collective."""

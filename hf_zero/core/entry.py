@@ -91,7 +91,7 @@ class _Guard(TorchDispatchMode):
     """Refuses operations that write to the memory of these entries, however they are called."""
 
     def __init__(self, name: str, entries: Sequence[Entry]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name, self._entries = name, entries
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,7 +141,7 @@ def _marked(made: Tensor, mine: Sequence[Entry]) -> Tensor:
 def _refuse_without_values(name: str, mine: Sequence[Entry], error: Exception) -> NoReturn:
     shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in mine)
     raise StateError(
-        f"{name}() needs values of state_dict(), and this rank has shapes and dtypes alone ({shapes}): its host memory has no "
-        "room for the model's values. Compute on rank 0, or make the state dict and read it inside `with "
+        f"{name}() needs values of state_dict(): every rank but 0 has its shape and type alone ({shapes}), because its host "
+        "memory has no room for the model's values. Compute on rank 0, or make the state dict and read it inside `with "
         "zero.unsharded(model):`, where all ranks have all values on the device"
     ) from error

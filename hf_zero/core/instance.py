@@ -14,10 +14,9 @@ _MISSING: Any = object()
 class Replaced:
     """What is called as a method of an instance. Copies of the instance call what they would call without it."""
 
-    def __init__(self, target: Any, name: str, method: Callable[..., Any], before: Any) -> None:
+    def __init__(self, target: Any, name: str, method: Callable[..., Any], stock: Any) -> None:
+        update_wrapper(self, stock, updated=())
         self._target, self._name, self._method = weakref.ref(target), name, method
-        self._before = before
-        update_wrapper(self, getattr(type(target), name, method) if before is _MISSING else before)
 
     def __call__(self, instance: Any, *args: Any, **kwargs: Any) -> Any:
         if instance is self._target():
@@ -42,8 +41,8 @@ class Patches:
         """
         own = target.__dict__
         before = own.get(name, _MISSING)
-        stock = before if before is not _MISSING else partial(getattr(type(target), name, _nothing), target)
-        own[name] = MethodType(Replaced(target, name, make(stock), before), target)
+        stock = getattr(target, name, _nothing)
+        own[name] = MethodType(Replaced(target, name, make(stock), stock), target)
         self._undo.append(partial(_put_back, own, name, own[name], before))
 
     def take_off(self) -> None:

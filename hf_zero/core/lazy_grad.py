@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import StateError
 
@@ -38,6 +38,14 @@ class Source:
     """False: the gradient was cleared, and who kept the lazy gradient may not use it."""
     is_slice = False
     """Other ranks have other elements."""
+
+    def check_alive(self, what: str) -> None:
+        """
+        Raises:
+            StateError: the gradient was cleared.
+        """
+        if not self.is_alive:
+            raise StateError(f"{what} has been cleared since it was read. Keep a clone() of it instead")
 
     def values(self) -> Tensor:
         """The elements, of true shape, to read. Collective for parameters."""
@@ -73,6 +81,8 @@ class DistributedGrad(Tensor):
     source: Source
     steps: tuple[Callable[[Tensor], Tensor], ...]
     """From the whole to this view."""
+    is_whole: bool
+    """It has all elements: its norms are those of the whole."""
 
     @staticmethod
     def __new__(
@@ -81,7 +91,7 @@ class DistributedGrad(Tensor):
         made: DistributedGrad = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
-        made.source, made.steps = source, steps
+        made.source, made.steps, made.is_whole = source, steps, True
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -139,16 +149,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "out" in kwargs:
         raise StateError(f"{name}(out=...) does not take a sharded gradient. Use its result, or an in-place operation")
     if name == "_foreach_norm":
-        return [
-            func([each], *args[1:], **kwargs)[0] if not _is_whole(each) else _norm(each, args, kwargs) for each in first
-        ]
+        return [_norm(grad, args, kwargs) if _is_whole(grad) else func([_plain(grad)], *args[1:])[0] for grad in first]
     if name == _UNSCALE:
         return _unscale(func, *args)
     if name.startswith("_foreach_"):
         return _one_by_one(func, args, kwargs) if len(first) > 1 else _write_or_read(func, name, args, kwargs)
     if isinstance(first, DistributedGrad):
         if name in ("detach", "alias"):
-            return DistributedGrad(first.source, _like(first), first.device, first.steps)
+            return _made(first, _like(first), first.steps)
         if name in ("linalg_vector_norm", "norm") and _is_whole(first):
             dims = args[2] if len(args) > 2 else kwargs.get("dim")
             if not dims or len(dims) == first.dim():
@@ -161,7 +169,17 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, DistributedGrad) and not value.steps
+    return isinstance(value, DistributedGrad) and value.is_whole
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.plain() if isinstance(tensor, DistributedGrad) else tensor
+
+
+def _made(grad: DistributedGrad, like: Tensor, steps: tuple[Callable[[Tensor], Tensor], ...]) -> DistributedGrad:
+    made = DistributedGrad(grad.source, like, grad.device, steps)
+    made.is_whole = grad.is_whole and like.numel() == grad.numel()
+    return made
 
 
 def _like(grad: Tensor) -> Tensor:
@@ -188,8 +206,7 @@ def _view(func: Any, grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[
     out = func(_like(grad), *args, **kwargs)
 
     def made(part: Tensor, pick: Callable[[Any], Tensor]) -> Tensor:
-        steps = (*grad.steps, lambda whole: pick(func(whole, *args, **kwargs)))
-        return DistributedGrad(grad.source, part, grad.device, steps)
+        return _made(grad, part, (*grad.steps, lambda whole: pick(func(whole, *args, **kwargs))))
 
     if isinstance(out, (tuple, list)):
         return [made(part, lambda parts, at=at: parts[at]) for at, part in enumerate(out)]  # type: ignore[misc]
@@ -206,11 +223,7 @@ def _written(func: Any, name: str, args: tuple[Any, ...]) -> list[DistributedGra
             for argument, value in zip(func._schema.arguments, args)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    flat: list[Any] = []
-    for value in found:
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            flat += each if isinstance(each, (list, tuple)) else (each,)
-    return [each for each in flat if isinstance(each, DistributedGrad)]
+    return [each for each in tree_flatten(found)[0] if isinstance(each, DistributedGrad)]
 
 
 def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,12 +249,11 @@ def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
         source.write(wholes[source])
     if written and not name.startswith("c10d::"):
         return written[0] if len(func._schema.returns) == 1 else None
-    first = args[0] if args else None
-    if name in _ELEMENTWISE and isinstance(out, Tensor):
-        slices = [each.source for each in args if isinstance(each, DistributedGrad) and each.source.is_slice]
-        if slices and out.dim() == 1 and out.is_floating_point():
-            return DistributedGrad(slices[0].derived(out), _like(out), out.device)
-    return out.clone() if isinstance(out, Tensor) and out is first else out
+    if name in _ELEMENTWISE and out.is_floating_point():
+        for each in args:
+            if isinstance(each, DistributedGrad) and each.source.is_slice and each.is_whole and out.shape == each.shape:
+                return DistributedGrad(each.source.derived(out), _like(out), out.device)
+    return out
 
 
 def _changes_elements(
@@ -249,13 +261,13 @@ def _changes_elements(
 ) -> bool:
     """Run an in-place operation on this rank's elements, if it works on each element by itself."""
     target = written[0]
-    if len(written) > 1 or name.removeprefix("_foreach_") not in _POINTWISE or not _is_whole(target):
+    if len(written) > 1 or name.removeprefix("_foreach_") not in _POINTWISE or target.steps:
         return False
     others: dict[int, Tensor] = {}
 
     def collect(value: Tensor) -> Tensor:
         if value is not target:
-            others[id(value)] = value.plain() if isinstance(value, DistributedGrad) else value.detach()
+            others[id(value)] = _plain(value).detach()
         return value
 
     tree_map_only(Tensor, collect, (args, kwargs))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core.precision import dtype_name
 from ..engine.engine import Engine
+from ..engine.optimizer_kinds import state_tensors
 from ..engine.span import Span
 from ..plan.costs import KINDS, TIERS, Memory, Setup
 from ..plan.machine import here
@@ -209,26 +210,6 @@ def _plain(by_tier: Mapping[Tier, Mapping[str, int]]) -> Table:
 
 
 # Predicted and measured -----------------------------------------------------------------------------------------------
-
-
-def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Return how many state values each parameter element has, the most of several optimizers; 2 where it is not known."""
-    return max((_state_tensors(optimizer) for optimizer in optimizers), default=0)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
-    group = optimizer.param_groups[0]
-    match type(optimizer).__name__:
-        case "SGD":
-            return int(bool(group.get("momentum")))
-        case "RMSprop":
-            return 1 + int(bool(group.get("momentum"))) + int(bool(group.get("centered")))
-        case "Adam" | "AdamW":
-            return 3 if group.get("amsgrad") else 2
-        case "Adagrad" | "Lion":
-            return 1
-        case _:
-            return 2
 
 
 def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traffic]:

@@ -284,6 +284,11 @@ class Bucket:
         target = self.grad[part]
         if not isinstance(target, Tensor) or target.data_ptr() != values.data_ptr():
             target.copy_(values)
+        self._written()
+
+    def _written(self) -> None:
+        for event in self.span.events.gradients_written:
+            event(self.span)
 
     def zero(self) -> None:
         """Gradients that exist become zeros, those of this rank, too."""
@@ -294,6 +299,7 @@ class Bucket:
         waiting = [grad for param in self.span.params if (grad := raw_grad(param)) is not None]
         for grad in (*waiting, *(() if self._held is None else (self._held,))):
             grad.zero_()
+        self._written()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
@@ -302,6 +308,7 @@ class Bucket:
             self.factor = factor if self.factor is None else self.factor * factor
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
+        self._written()
 
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""

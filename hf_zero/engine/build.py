@@ -29,11 +29,16 @@ def specs_of(
     optimizers: Sequence[torch.optim.Optimizer],
     kinds: Sequence[Kind],
 ) -> list[list[ParamSpec]]:
-    """By unit, what the layout must know of each parameter. Of groups it need not know."""
+    """By unit, what the layout must know of each parameter. Of groups it need not know.
+
+    Parameters of several optimizers are in spans of their own: one optimizer's gradients are cleared and updated without
+    another's.
+    """
     owner = {
         p: (number, at) for number, groups in enumerate(originals) for at, params in enumerate(groups) for p in params
     }
-    specs = drafter.specs(dict.fromkeys(owner, 0))
+    optimizer_of = {param: number for param, (number, _) in owner.items()}
+    specs = drafter.specs(dict.fromkeys(owner, 0), optimizer_of=optimizer_of)
     over_matrices = [number for number, kind in enumerate(kinds) if kind is Kind.MATRICES]
     if not over_matrices:
         return specs
@@ -73,6 +78,14 @@ def build_units(
             unit.close()
         for span in spans:
             context.wire.watch.units[span.layout.index] = unit.name
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers to where the model computes."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def layout_for(drafter: Drafter, specs: list[list[ParamSpec]], shards: int, rank: int) -> Layout:

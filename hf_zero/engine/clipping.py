@@ -10,6 +10,10 @@ from torch import Tensor
 
 from ..comm.agree import read
 from ..comm.wire import SoloWire
+from ..errors import LayoutError
+from .context import Context
+from .parameter import place_of
+from .segments import Segment
 from .span import Span
 
 _ROW_NUMEL = 4096
@@ -19,6 +23,32 @@ _PART_NUMEL = 1 << 20
 
 Parts = dict[Span, list[slice]]
 """By span, elements of this rank's slice, in order. The same spans on every rank."""
+
+
+def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tensor] | None) -> Parts:
+    """The elements of these parameters, or of these tensors of optimizer groups; None: of all.
+
+    Raises:
+        LayoutError: a parameter is not of the sharded model.
+    """
+    wanted = None if params is None else {params} if isinstance(params, Tensor) else set(params)
+    if wanted is None or wanted >= {param for span in spans for param in span.params}:
+        return {span: [slice(0, span.local_numel)] for span in spans}
+    segments: dict[Tensor, Segment] = {segment.tensor: segment for span in spans for segment in span.segments}
+    found: dict[Span, list[slice]] = {span: [] for span in spans}
+    for param in wanted:
+        if not param.numel():
+            continue  # a rank has such a tensor for a group of which it has no elements
+        place, segment = place_of(param), segments.get(param)
+        if segment is not None:
+            found[segment.span].append(segment.here)
+        elif place is None or place.unit.context is not context:
+            raise LayoutError(
+                f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with torch.nn.utils"
+            )
+        elif place.span in found and (part := place.span.part_of(place.index)) is not None:
+            found[place.span].append(part.here)
+    return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
 
 
 @torch.no_grad()

@@ -17,12 +17,12 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.precision import Precision
-from ..errors import ConfigError, LayoutError, StateError, ZeroError
+from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.tier import Tier
 from . import weighing
 from .bound import Bound
 from .build import give_back
-from .clipping import Parts, clip_norm, clip_value
+from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
 from .graph import backward_id
 from .host_step import Stepper
@@ -30,13 +30,12 @@ from .observer import Observer
 from .optimizer import Binding
 from .optimizer_dict import unbind
 from .optimizer_state import whole_states
-from .parameter import place_of, set_raw_grad
+from .parameter import set_raw_grad
 from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
 from .saving import load, outline, save
 from .schedule import Schedule
-from .segments import Segment
 from .span import Span
 from .unit import Unit
 from .unsharded import Hold, same_on_all_ranks
@@ -65,7 +64,7 @@ class Engine:
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
-        self._undo: list[Callable[[], None]] = [self.schedule.detach]
+        self._undo: list[Callable[[], object]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
             spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]
             cast = {param for span in spans for param in span.params}
@@ -289,7 +288,7 @@ class Engine:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
         Args:
-            max_norm: `inf` only measures.
+            max_norm: `inf` only measures (NaN with `step_in_backward`, which keeps no gradients).
             norm_type: order of the norm; `inf` for the largest magnitude.
             parameters: of the model, these alone.
 
@@ -299,8 +298,11 @@ class Engine:
         Raises:
             LayoutError: a parameter is not of the sharded model.
         """
-        self._before_clipping("clip_grad_norm_")
-        return clip_norm(self._parts_to_clip(parameters), self._wire, float(max_norm), float(norm_type))
+        if self.config.step_in_backward and max_norm == float("inf"):
+            return torch.tensor(float("nan"), device="cpu")  # nothing is left to measure
+        self.complete_gradients("clip_grad_norm_")
+        parts = parts_to_clip(self.trained, self.context, parameters)
+        return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
@@ -308,44 +310,27 @@ class Engine:
         Raises:
             LayoutError: a parameter is not of the sharded model.
         """
-        self._before_clipping("clip_grad_value_")
-        clip_value(self._parts_to_clip(parameters), self._wire, clip_value_)
+        self.complete_gradients("clip_grad_value_")
+        clip_value(parts_to_clip(self.trained, self.context, parameters), self._wire, clip_value_)
 
-    def _parts_to_clip(self, parameters: Iterable[nn.Parameter] | None) -> Parts:
-        """By span, which elements of its slice belong to these parameters, or to segments of them."""
-        if parameters is None:
-            return {span: [slice(0, span.local_numel)] for span in self.trained}
-        found: dict[Span, list[slice]] = {span: [] for span in self.trained}
-        wanted = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        segments: dict[Tensor, Segment] = {
-            segment.tensor: segment for span in self.trained for segment in span.segments
-        }
-        for param in wanted:
-            if not param.numel():
-                continue  # a rank has such a tensor for a group of which it has no elements
-            place, segment = place_of(param), segments.get(param)
-            if segment is not None:
-                found[segment.span].append(segment.here)
-            elif place is None or place.unit.context is not self.context:
-                raise LayoutError(
-                    f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with "
-                    "torch.nn.utils"
-                )
-            elif place.span in found and (part := place.span.part_of(place.index)) is not None:
-                found[place.span].append(part.here)
-        if wanted >= {param for span in self.trained for param in span.params}:
-            return self._parts_to_clip(None)
-        return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
+    def complete_gradients(self, what: str) -> None:
+        """Make reduced gradients ready for use outside of a step: what waits on this rank is reduced. A collective then.
 
-    def _before_clipping(self, what: str) -> None:
-        if self.context.config.step_in_backward and self.stepper is not None:
+        Raises:
+            StateError: inside a backward; with `step_in_backward`, which keeps no gradients.
+        """
+        if backward_id() >= 0:
             raise StateError(
-                f"{what}: step_in_backward updates parameters before all gradients are there, so nothing can be clipped. "
-                "Set step_in_backward to False, or do not clip (max_grad_norm=0 in TrainingArguments)"
+                f"{what} inside a backward: other ranks' gradients are not there. Do it after the backward"
+            )
+        if self.config.step_in_backward:
+            raise StateError(
+                f"{what}: step_in_backward updates parameters before all gradients are there, and keeps none. Set it to "
+                "False, or do not clip (max_grad_norm=0 in TrainingArguments)"
             )
         self.schedule.flush()
         self.wait_for_steps()
-        for event in self.events.before_clip:
+        for event in self.events.before_gradients:
             event()
 
     # Full parameters --------------------------------------------------------------------------------------------------

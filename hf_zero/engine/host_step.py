@@ -238,7 +238,8 @@ class Stepper:
             entries = self._update(step, piece, slab.start, master, grad, {**single, **values}, memory)
             targets: list[tuple[OnDisk, Tensor]] = [(_on_disk(piece.span.master)[slab.here], master)]
             for name, value in entries.items():
-                if is_elementwise(name, value, numel):
+                # A matrix's arrays of other shapes stay in host memory.
+                if is_elementwise(name, value, numel) and (not segment.is_matrix or value.shape == segment.shape):
                     kept[name] = self._home(piece, name, value.dtype)
                     targets.append((kept[name][slab.in_segment], value.view(-1)))
                 else:
@@ -321,9 +322,9 @@ class Stepper:
         shape, device, link = piece.segment.shape, self._context.device, self._storage.link
         state = dict(entries)
         for name, value in entries.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                here = value.view(shape) if value.dim() == 1 and value.numel() == master.numel() else value
-                state[name] = here.to(device)
+            if isinstance(value, Tensor):
+                is_slab = isinstance(piece.known.get(name), OnDisk)
+                state[name] = value.view(shape).to(device) if is_slab else value.to(device) if value.dim() else value
         with link.computing(step.after):
             values = master.view(shape).to(device)
             part = None if grad is None else grad.view(shape).to(device)
@@ -333,12 +334,12 @@ class Stepper:
             out: dict[str, Any] = {}
             for name, value in found.items():
                 if not isinstance(value, Tensor) or value.dim() == 0:
-                    out[name] = value
+                    out[name] = copied(value)  # not a view of a slab's memory
                     continue
                 home = entries.get(name)
                 if not isinstance(home, Tensor) or home.numel() != value.numel() or home.dtype != value.dtype:
-                    is_elementwise_ = value.numel() == master.numel()
-                    home = memory(name, value.dtype) if is_elementwise_ else link.empty(value.numel(), value.dtype)
+                    is_like_master = value.shape == shape
+                    home = memory(name, value.dtype) if is_like_master else link.empty(value.numel(), value.dtype)
                 home = home.view(value.shape)
                 if home.data_ptr() != value.data_ptr():
                     home.copy_(value)

@@ -8,19 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 EVENTS = (
     "before_forward",
     "after_forward",
     "before_part",
     "before_backward",
     "after_backward",
-    "before_clip",
+    "before_gradients",
+    "gradients_written",
     "before_step",
     "after_step",
     "step_paused",
     "after_zero_grad",
     "tell",
     "told",
+    "use_begun",
+    "use_ended",
     "before_gather",
     "unit_unsharded",
     "unit_resharded",
@@ -39,6 +44,7 @@ EVENTS = (
     "segment_grad_read",
     "segment_grad_assigned",
     "requires_grad_set",
+    "param_copied",
 )
 """Methods that an `Observer` may have."""
 
@@ -50,27 +56,33 @@ class Observer:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
         `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward; gradients are reduced when the second is called.
-        `before_clip()`: the engine is about to measure, or clip, reduced gradients.
+        `before_gradients()`: reduced gradients are about to be used outside a step.
+        `gradients_written(span)`: they have other values now.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
+        `use_begun(unit)`, `use_ended(unit)`: around code that builds a graph over parameters that are released afterwards.
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
-    Access to a parameter from outside the engine:
         `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
+    Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
             forwards. It gathers the units, and returns the value of `run()`, which calls the function.
         `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `requires_grad_set(param)`: user code froze it, or lets it train again.
+        `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
     """
+
+    def check(self, model: Any) -> None:
+        """Called before anything has changed. Raises a named error for a model that the observer cannot follow."""
 
     def attach(self, engine: Any) -> None:
         """Called once, when all units are built and before the first event."""
@@ -92,13 +104,16 @@ class Events:
     before_part: list[Callable[..., None]]
     before_backward: list[Callable[[], None]]
     after_backward: list[Callable[[], None]]
-    before_clip: list[Callable[[], None]]
+    before_gradients: list[Callable[[], None]]
+    gradients_written: list[Callable[..., None]]
     before_step: list[Callable[..., None]]
     after_step: list[Callable[..., None]]
     step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
     tell: list[Callable[[], list[int]]]
     told: list[Callable[[list[int]], None]]
+    use_begun: list[Callable[..., None]]
+    use_ended: list[Callable[..., None]]
     before_gather: list[Callable[..., None]]
     unit_unsharded: list[Callable[..., None]]
     unit_resharded: list[Callable[..., None]]
@@ -117,3 +132,4 @@ class Events:
     segment_grad_read: list[Callable[..., Any]]
     segment_grad_assigned: list[Callable[..., bool]]
     requires_grad_set: list[Callable[..., None]]
+    param_copied: list[Callable[..., Tensor]]

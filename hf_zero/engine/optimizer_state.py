@@ -273,7 +273,7 @@ def new_room(segment: Segment, name: str, dtype: torch.dtype, shape: Sequence[in
     span, numel = segment.span, math.prod(shape)
     if span.tier is Tier.DEVICE:
         return torch.empty(tuple(shape), dtype=dtype, device=span.device)
-    if span.tier is Tier.DISK and numel == segment.numel:
+    if span.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
         return span.state_on_disk(name, dtype)[segment.here]
     memory = span.context.storage_tier(Tier.HOST).empty(numel, dtype)
     return memory.view(tuple(shape)) if isinstance(memory, Tensor) else memory

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..checkpoint.save import scalar
 from ..errors import CheckpointError
-from .twin import copied, copy_of, options_of
+from .twin import copy_of, options_of
 
 _FIRST = (8, 12)
 """Tried before larger shapes: a rule that builds an n x n matrix for n elements in a row would take hours over those."""
@@ -186,7 +186,6 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.
 
 def _ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """A copy over other groups, in training mode."""
-    groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
     twin = copy_of(optimizer, groups)
     for key, value in inner_optimizers(optimizer).items():  # else the trial would step over the model's parameters
         inner = copy_of(value, groups)

@@ -32,7 +32,7 @@ _METADATA = frozenset(
     {
         "size", "dim", "numel", "ndimension", "element_size", "is_floating_point", "is_complex", "is_contiguous", "stride",
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "nelement", "is_inference",
-        "storage_offset", "__hash__", "__len__", "__format__", "is_signed", "type_as", "get_device", "is_shared",
+        "storage_offset", "__hash__", "__len__", "is_signed", "get_device", "is_shared",
         "is_same_size", "is_conj", "is_neg", "dim_order", "has_names", "is_pinned", "retain_grad", "__dir__", "is_tensor",
         "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
         "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "can_cast", "promote_types", "result_type",
@@ -76,11 +76,6 @@ class ShardedParameter(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         place = self._zero_place
-        if values.shape != self.shape:
-            raise StateError(
-                f"{place.span.name_of(place.index)!r} was assigned values of shape {tuple(values.shape)}, and has shape "
-                f"{tuple(self.shape)}. A sharded parameter keeps its shape: detach() the engine first"
-            )
         place.span.put(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
@@ -112,6 +107,24 @@ class ShardedParameter(nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self._set_requires_grad(requires_grad)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy as a plain parameter with full values. A collective where ranks share the values out."""
+        if id(self) not in memo:
+            copied = self._zero_place.span.events.param_copied
+            values = copied[0](self) if copied else self.detach().clone()
+            memo[id(self)] = original_class(self)(values, requires_grad=self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._zero_place
+        if not place.unit.is_shown:
+            raise StateError(
+                f"parameter {place.span.name_of(place.index)!r} was pickled, and its values are sharded over the ranks. Pickle "
+                "copy.deepcopy(param), made on every rank, or do it inside zero.GatheredParameters"
+            )
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
 @cache

@@ -95,7 +95,8 @@ class Slot:
         if piece.grad is not None:
             sources[GRAD] = piece.grad[slab.here]
         for name, value in piece.known.items():
-            if _is_elementwise(name, value, piece.segment.numel):
+            is_array = not piece.segment.is_matrix and _is_elementwise(name, value, piece.segment.numel)
+            if is_array or isinstance(value, OnDisk):
                 flat = value if isinstance(value, OnDisk) else value.reshape(-1)
                 sources[name] = flat[slab.in_segment]
         for name, source in sources.items():

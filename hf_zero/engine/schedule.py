@@ -176,6 +176,9 @@ class Schedule:
         if torch.is_grad_enabled() and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
             use = Use(unit, -1) if in_backward else self.tape.open(unit)
+            if self.frees:
+                for event in self.events.use_begun:
+                    event(unit)
         calls.append((use, next_sequence_number()))
 
     def _prefetch(self, unit: Unit) -> None:
@@ -195,6 +198,9 @@ class Schedule:
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
         if use is not None:
+            if self.frees:
+                for event in self.events.use_ended:
+                    event(unit)
             token = Token(use) if in_backward else self.tape.close(use)
             found = tensors_in(output)
             nodes = nodes_of(found, first)
@@ -322,6 +328,20 @@ class Schedule:
         if unit.state is not State.GATHERED:
             unit.gather()
             unit.wait()
+
+    def reach(self, unit: Unit) -> bool:
+        """A backward reads what a graph saved of the unit's memory. Returns False if it had come to the unit by an output."""
+        if any(each.unit is unit for each in self._entered) and unit.state is State.GATHERED:
+            return False
+        if backward_id() >= 0:
+            self.begin()
+            for use in self._walk[self._walked :]:
+                if use.unit is unit:
+                    self.enter(use)  # in the order of the tape, like the ranks that come to its output
+                    return True
+        self._need(unit)
+        self._kept.add(unit)
+        return True
 
     def _finish_use(self, use: Use) -> None:
         """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""

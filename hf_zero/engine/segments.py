@@ -83,7 +83,7 @@ class Segment:
     def _values(self) -> Tensor:
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
-            return torch.full((1,), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
+            return torch.full((), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
         return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
 
     @property
@@ -195,6 +195,7 @@ def split(
             raise StateError("a segment has a parameter of which this rank has no elements")
         stop = segment.stop if number == len(runs) - 1 else part.stop
         new = Segment(segment.span, start, stop, run)
+        new.report_grad(isinstance(segment.tensor, SegmentTensor))
         cut = slice(start - segment.start, stop - segment.start)
         out.append((new, {name: _part_of_state(value, segment, cut) for name, value in state.items()}))
         start = stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,22 +12,24 @@ from ..comm import agree
 from ..comm.codec import CODECS
 from ..comm.group_wire import open_wire
 from ..comm.hybrid import in_replicas
+from ..comm.wire import SoloWire
 from ..config import STAGES, ZeroConfig
 from ..core.precision import Precision
+from ..core.units import LIMITS, Limits
 from ..errors import ConfigError, RankMismatchError, TierError
 from ..plan.costs import Placement
-from ..plan.machine import Machine
+from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, plan
 from ..plan.solve import PlanInputs
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .build import build_units, device_of, layout_for, specs_of
+from .build import build_units, device_of, layout_for, move_buffers, specs_of
 from .context import Context
 from .engine import Engine
 from .groups import bind, originals_of
 from .observer import Events, Observer
-from .optimizer_kinds import kind_of
+from .optimizer_kinds import kind_of, state_tensors
 from .parameter import place_of
 
 Made = TypeVar("Made", bound=Engine)
@@ -42,7 +44,10 @@ def shard(
     *,
     mixed_precision: str | None = "no",
     device: torch.device | None = None,
+    machine: Machine | None = None,
+    open_wire: Callable[[torch.device], SoloWire] = open_wire,
     open_storage: Callable[[torch.device, int, str | None], Storage] = Storage,
+    limits: Limits = LIMITS,
     kind: type[Made] = Engine,  # type: ignore[assignment]
 ) -> Made:
     """Shard `model` and `optimizer` in place over the default process group. A collective.
@@ -56,8 +61,11 @@ def shard(
         observers: what attaches to the engine's events. Without any, ordinary training loops work.
         mixed_precision: `no`, `bf16` or `fp16`: the forward runs under autocast.
         device: where to compute, for a model that is in host memory.
+        machine: measured speeds, for `auto`.
+        open_wire: opens the transport between ranks for buffers on a device. Another one may watch, or not be there.
         open_storage: creates what the tiers share, from the device, the rank and `offload_dir`. Another one may work in blocks
             of other sizes, or reach the device over another link.
+        limits: of the sizes of units.
         kind: the engine's class.
 
     Returns:
@@ -83,10 +91,12 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         if any(place_of(param) is not None for param in model.parameters()):
             raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        for observer in observers:
+            observer.check(model)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
-        drafter = Drafter(model, precision, units=config.units)
+        drafter = Drafter(model, precision, limits, config.units)
         where = device_of(model, device)
         originals = originals_of(optimizers, drafter.names)
         is_sharded = config.shards(wire.size) > 1
@@ -103,15 +113,32 @@ def shard(
     layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
-    made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
+    found = _free_now(wire, where, config, machine or Machine(), drafter.names)
+    tensors = state_tensors(optimizers)
+    made = plan(PlanInputs(layout, found, config, wire.size, precision, tensors, sizes=storage.sizes))
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers))
+        if storage.uses_disk and (needed := made.memory.at_rest(Tier.DISK)):
+            storage.disk.give_back(storage.disk.take(needed))  # refuses a disk without room
         build_units(context, drafter, specs, made.placements)
+        move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
+
+
+def _free_now(
+    wire: SoloWire, device: torch.device, config: ZeroConfig, machine: Machine, params: Iterable[nn.Parameter]
+) -> Machine:
+    """Return what the plan may count on: under `auto`, the least of what any rank has free now. A collective then."""
+    if not config.is_auto:
+        return Machine()
+    held = sum(param.untyped_storage().nbytes() for param in params if param.device == device)
+    free = here(device, ranks=wire.ranks_here(), offload_dir=config.offload_dir, held_bytes=held)
+    everyone: list[Machine] = wire.exchange(free.with_speeds_of(machine))
+    return Machine.least(everyone)
 
 
 def _on_disk(placement: Placement) -> bool:

@@ -72,7 +72,11 @@ def is_elementwise(name: str, value: Any, numel: int) -> bool:
 
 
 def copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and attributes over these groups, without state and hooks."""
+    """Return an optimizer of the same class and attributes over these groups, without state and hooks.
+
+    Tensors among attributes and options are copied: steps may write to them.
+    """
+    groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update({key: copied(value) for key, value in _attributes(optimizer).items()})
     torch.optim.Optimizer.__init__(made, groups, dict(optimizer.defaults))

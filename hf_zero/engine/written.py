@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..comm.codec import BLOCK_NUMEL
-from ..errors import ZeroError
+from ..errors import StateError, ZeroError
 from ..tiers.array import fetch
+from .parameter import raw_data, set_raw_data
 
 if TYPE_CHECKING:
     from .span import Span
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def put(span: Span, index: int, values: Tensor) -> None:
-    """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
+    """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory.
+
+    Raises:
+        StateError: `values` has another shape.
+    """
+    check_shape(span, index, values)
     if not span.is_alias:
         _carry(span, index, values.detach().reshape(-1), shown_by_codec(span))
     if span.is_readable:
@@ -39,11 +45,42 @@ def keep(span: Span, indices: Iterable[int], shown: Tensor | None = None) -> Non
     Args:
         shown: what `local` showed before, where that was not the master in the compute dtype.
     """
+    indices = [index for index in indices if not _restore(span, index)]
     if span.is_alias:
         return
     shown = shown_by_codec(span) if shown is None else shown
     for index in indices:
         _carry(span, index, span.view(index).reshape(-1), shown)
+
+
+def _restore(span: Span, index: int) -> bool:
+    """Point a parameter at `full` that an operation gave other memory (`p.set_(values)`), and keep the values.
+
+    Returns:
+        Whether it had other memory.
+    """
+    param, view = span.params[index], span.view(index)
+    with torch._C.DisableTorchFunctionSubclass():
+        values = raw_data(param)
+        if values.data_ptr() == view.data_ptr() and values.stride() == view.stride():
+            return False
+        set_raw_data(param, view)
+    check_shape(span, index, values)
+    span.put(index, values)
+    return True
+
+
+def check_shape(span: Span, index: int, values: Tensor) -> None:
+    """
+    Raises:
+        StateError: user code gives a parameter another shape.
+    """
+    shape = span.view(index).shape
+    if values.shape != shape:
+        raise StateError(
+            f"{span.name_of(index)!r} was assigned values of shape {tuple(values.shape)}, and has shape {tuple(shape)}. A "
+            "sharded parameter keeps its shape: detach() the engine first"
+        )
 
 
 def shown_by_codec(span: Span) -> Tensor | None:

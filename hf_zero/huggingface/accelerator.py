@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..config import ZeroConfig
-from ..errors import ConfigError, UnsupportedOptimizerError
-from ..plan.machine import Machine, kept
 from ..compat.compiling import take_wrapper_off
+from ..config import ZeroConfig
 from ..engine.parameter import place_of
+from ..errors import ConfigError, UnsupportedOptimizerError
+from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
 from ..params.shard import shard
+from ..plan.machine import Machine, kept
 from .accelerator_state import ZeroStateMixin
 from .arguments import check_counts
 from .checkpoints import bare_optimizer
@@ -121,7 +122,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         ]
         if engine is None:
             trains = not evaluation_mode and any(param.requires_grad for param in model.parameters())
-            born = any(birth_of(param) is not None for param in model.parameters())  # has no full values to run with
+            born = any(deferred_of(param) is not None for param in model.parameters())  # has no full values to run with
             if config.policy.keep_full and not trains and not born:
                 return None
             _check_model(model)

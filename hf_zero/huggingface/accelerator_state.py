@@ -29,8 +29,8 @@ from ..checkpoint.save import Saving, optimizer_folder
 from ..checkpoint.series import CheckpointSeries, is_ours
 from ..checkpoint.weights import StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
-from ..errors import CheckpointError, ConfigError
 from ..engine.saving import put_weights
+from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from .checkpoints import (
     MAX_SHARD_SIZE,

@@ -23,8 +23,8 @@ from ..checkpoint.series import is_ours
 from ..checkpoint.weights import Drawing, format_of
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
-from ..errors import CheckpointError
 from ..engine.pieces import ParameterPieces
+from ..errors import CheckpointError
 from ..params.engine import Engine
 from .recording import recording
 from .stock import replaced, serving

@@ -35,14 +35,14 @@ from ..checkpoint.files import Field
 from ..checkpoint.folder import Occupancy, recover
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
+from ..checkpoint.objects import load_state
 from ..checkpoint.save import Saving
 from ..checkpoint.series import CheckpointSeries, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.wire import SoloWire
-from ..errors import CheckpointError, ConfigError
-from ..checkpoint.objects import load_state
 from ..compat.evaluation import cast
+from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import MeasuredLogs, PreemptionCallback, ZeroCallback, calling_trainer, facts_of

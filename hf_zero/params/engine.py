@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..compat.compiling import Compiling
+from ..compat.compiling import Compile, Compiling
 from ..compat.evaluation import OtherDtype
 from ..core.layout import Layout
 from ..diagnostics.recorder import Records
@@ -54,6 +55,21 @@ class Engine(core.Engine):
     def recorder(self) -> Recorder | None:
         """What `record` made last, until it is closed."""
         return self._records.recorder
+
+    def compile(self, *, using: Compile | None = None, **options: Any) -> None:
+        """Compile the model block by block, as `model.compile(...)` does: gathers and releases stay outside the graphs.
+
+        A block that cannot be compiled runs as it is, which is logged once. No communication.
+
+        Args:
+            using: compiles a function, instead of `torch.compile` with these options.
+        """
+        self.observer(Compiling).compile(using or partial(torch.compile, **options))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks of the model are compiled."""
+        return bool(self.observer(Compiling).compiled)
 
     @property
     def plan(self) -> Plan:

@@ -26,7 +26,7 @@ def data_assign(run: Run) -> None:
     run.model[0].weight.data = torch.eye(16)
 
 
-@after_two_steps()
+@after_two_steps(refused=(Refused(zero.StateError, "'0.weight' was replaced by another parameter"),))
 def param_replaced(run: Run) -> None:
     run.model[0].weight = nn.Parameter(torch.eye(16))
 

@@ -82,10 +82,11 @@ def values_elsewhere(rank: int, world: int, stage: int, deferred: bool, room: bo
         assert isinstance(value, torch.Tensor)
         assert not value.is_meta
         return
-    assert (value.is_meta, value.dtype, value.shape) == (True, torch.float32, other.shape)
+    assert value.is_meta or room
+    assert (value.dtype, value.shape) == (torch.float32, other.shape)
     assert torch.empty_like(value).shape == other.shape
     twin = copy.deepcopy(state)[name]
-    assert twin.is_meta
+    assert twin.is_meta or room
     plain = pickle.loads(pickle.dumps(value))
     assert type(plain) is torch.Tensor
     assert plain.is_meta is not room

@@ -1,0 +1,242 @@
+"""`.grad` of what optimizer groups hold: this rank's slices as lazy gradients (`core/lazy_grad.py`), with norms over all ranks.
+
+So loss scalers, and clipping over `optimizer.param_groups`, do what they do in plain training. The ranks have different tensors
+in their groups, and a different number of them. Therefore one collective answers for all.
+
+Inside the optimizer's own step gradients are plain tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.lazy_grad import DistributedGrad, Source
+from ..engine.clipping import over_ranks, power_sum
+from ..engine.engine import Engine
+from ..engine.graph import backward_id
+from ..engine.observer import Observer
+from ..engine.segments import Segment
+from ..engine.span import Span
+from ..errors import StateError
+from ..tiers.tier import Tier
+
+
+class GroupGradients(Observer):
+    """Answers `.grad` of the tensors in the groups of one model's optimizers."""
+
+    def attach(self, engine: Engine) -> None:
+        self.engine, self._wire, self._device = engine, engine.wire, engine.context.device
+        self.is_shared = engine.context.layout.shards > 1
+        self._shown: dict[Segment, DistributedGrad] = {}
+        self._forget()
+        self._report(True)
+
+    def detach(self) -> None:
+        self.after_zero_grad()
+        self._report(False)
+
+    def _report(self, reports: bool, optimizer: torch.optim.Optimizer | None = None) -> None:
+        for binding in self.engine.bindings:
+            if optimizer is None or binding.optimizer is optimizer:
+                for group in binding.segments:
+                    for segment in group:
+                        segment.report_grad(reports)
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        self._forget()
+
+    def after_backward(self) -> None:
+        self._forget()
+        self._report(True)  # also after a step that raised
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._forget()
+        self._report(False, optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._report(True, optimizer)
+
+    def after_zero_grad(self) -> None:
+        self._forget()
+        for segment in [segment for segment in self._shown if not segment.has_grad]:
+            self._retire(segment)
+
+    def gradients_written(self, span: Span) -> None:
+        self._norms.clear()
+
+    def segment_grad_read(self, segment: Segment, raw: Tensor | None) -> Tensor | None:
+        if backward_id() >= 0:
+            return raw
+        for event in self.engine.events.before_gradients:
+            event()
+        arrived = [segment.span.bucket.arrived[index] for index in segment.members]
+        # With step_in_backward gradients are gone, and who uses them is told.
+        if not segment.has_grad and not (self.engine.config.step_in_backward and any(arrived)):
+            return None
+        if segment not in self._shown:
+            like = torch.empty(segment.shape, dtype=segment.span.master_dtype, device="meta")
+            own = raw if not self.is_shared and segment.span.tier is Tier.DEVICE else None
+            self._shown[segment] = DistributedGrad(_OfSegment(self, segment, own), like, segment.tensor.device)
+        return self._shown[segment]
+
+    def segment_grad_assigned(self, segment: Segment, grad: Tensor | None) -> bool:
+        if backward_id() >= 0:
+            return False
+        if grad is self._shown.get(segment, self):  # `param.grad *= 2`
+            return True
+        if isinstance(grad, DistributedGrad):
+            grad = grad.plain().clone()
+        bucket = segment.span.bucket
+        if grad is not None:
+            self.engine.complete_gradients("assigning a gradient")
+            if grad.shape != segment.shape:
+                raise StateError(
+                    f"a gradient of shape {tuple(grad.shape)} was assigned to a tensor of {tuple(segment.shape)}"
+                )
+            bucket.write(segment.here, grad.detach().reshape(-1))
+            segment.is_cleared = False
+            for index in segment.members:
+                bucket.present[index] = bucket.arrived[index] = True
+        elif segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros
+            self._retire(segment)
+            segment.span.unit.wait_for_step()
+            bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype))
+            segment.is_cleared = True
+        segment.show_grad()
+        return True
+
+    def _retire(self, segment: Segment) -> None:
+        grad = self._shown.pop(segment, None)
+        if grad is not None:
+            grad.source.is_alive = False
+
+    # Over all ranks -----------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._norms: dict[Segment, Tensor] = {}
+        self._order = 0.0
+        self._overflow: Tensor | None = None
+        self._rounds: list[int] = []
+
+    def _groups(self) -> list[list[Segment]]:
+        return [[each for each in group if each.has_grad] for b in self.engine.bindings for group in b.segments]
+
+    def _power_sum(self, segments: list[Segment], order: float) -> Tensor:
+        sums = [power_sum([each.span.bucket.read(each.here).reshape(-1)], order).to(self._device) for each in segments]
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(sums).max() if order == float("inf") else torch.stack(sums).sum()
+
+    @torch.no_grad()
+    def norm(self, segment: Segment, order: float) -> Tensor:
+        """A segment's part of its group's norm: all of it at a group's first segment on this rank, nothing at the others.
+
+        One collective answers for all segments, until a segment is asked for again.
+        """
+        if segment not in self._norms or self._order != order:
+            groups = self._groups()
+            powers = torch.stack([self._power_sum(group, order) for group in groups])
+            norms = over_ranks(powers, order, self._wire, is_shared=self.is_shared)
+            self._norms = {each: torch.zeros_like(norms[0]) for group in groups for each in group}
+            self._order = order
+            # A rank without elements of a group counts that group's norm at the first segment that it has.
+            absent = [norm for group, norm in zip(groups, norms) if not group]
+            for group, norm in zip(groups, norms):
+                if group:
+                    self._norms[group[0]] = torch.linalg.vector_norm(torch.stack([norm, *absent]), order)
+                    absent = []
+        return self._norms.pop(segment)
+
+    @torch.no_grad()
+    def norm_of(self, values: Tensor, order: float) -> Tensor:
+        """The norm of what was computed from the gradient of a segment. Each rank asks for each of its segments once.
+
+        A rank with fewer segments takes part in the other ranks' collectives at its last one.
+        """
+        if not self._rounds and self.is_shared:
+            mine = sum(map(len, self._groups()))
+            self._rounds = [1] * (mine - 1) + [1 + max(self._wire.exchange(mine)) - mine]
+        local = power_sum([values.reshape(-1)], order).to(self._device)
+        norms = []
+        for _ in range(self._rounds.pop(0) if self.is_shared else 1):
+            norms.append(over_ranks(local, order, self._wire, is_shared=self.is_shared))
+            local = torch.zeros_like(local)
+        return torch.linalg.vector_norm(torch.stack(norms), order)
+
+    @torch.no_grad()
+    def overflow(self, segment: Segment) -> Tensor:
+        """0-dim: 1 where any rank has a gradient of the segment's optimizer that is not finite. One collective for all."""
+        bindings = self.engine.bindings
+        if self._overflow is None:
+            found = [[each for group in binding.segments for each in group if each.has_grad] for binding in bindings]
+            flags = torch.stack([~self._power_sum(segments, float("inf")).isfinite() for segments in found])
+            self._overflow = self._wire.max_scalar(flags.float())
+        number = next(
+            number for number, each in enumerate(bindings) if any(segment in group for group in each.segments)
+        )
+        return self._overflow[number]
+
+
+class _OfSegment(Source):
+    """The reduced gradient of the elements that an optimizer's group holds on this rank."""
+
+    is_slice = True
+
+    def __init__(self, gradients: GroupGradients, segment: Segment, own: Tensor | None) -> None:
+        self._gradients, self._segment = gradients, segment
+        self._own = own
+        """The elements, where this rank has all: they stay usable when the gradient is cleared, as in plain training."""
+
+    def _check(self) -> None:
+        self.check_alive("a gradient of the optimizer's groups")
+        self._gradients.engine.complete_gradients("using a gradient of the optimizer's groups")
+
+    def values(self) -> Tensor:
+        if self._own is not None:
+            return self._own
+        self._check()
+        return self._segment.span.bucket.read(self._segment.here).view(self._segment.shape)
+
+    def write(self, values: Tensor) -> None:
+        if self.is_alive:
+            self._segment.span.bucket.write(self._segment.here, values.reshape(-1))
+
+    def norm(self, order: float) -> Tensor:
+        if self._own is not None:
+            return self._gradients.norm_of(self._own, order)
+        self._check()
+        return self._gradients.norm(self._segment, order)
+
+    def overflow(self) -> Tensor:
+        if self._own is not None:
+            return torch.zeros(())
+        self._check()
+        return self._gradients.overflow(self._segment)
+
+    def derived(self, values: Tensor) -> Source:
+        return _Derived(self._gradients, values)
+
+
+class _Derived(Source):
+    """What was computed element by element from a gradient of the groups."""
+
+    is_slice = True
+
+    def __init__(self, gradients: GroupGradients, values: Tensor) -> None:
+        self._gradients, self._values = gradients, values
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def write(self, values: Tensor) -> None:
+        if values.data_ptr() != self._values.data_ptr():
+            self._values.copy_(values)
+
+    def norm(self, order: float) -> Tensor:
+        return self._gradients.norm_of(self._values, order)
+
+    def derived(self, values: Tensor) -> Source:
+        return _Derived(self._gradients, values)
