@@ -10,7 +10,6 @@ What is compared: losses and everything the program looked at (`Run.see`), weigh
 from __future__ import annotations
 
 import contextlib
-import os
 import copy
 import functools
 import re
@@ -172,7 +171,7 @@ class Run:
         """Return `make()`, the same on every rank; under `zero.Init` where the row says so."""
         torch.manual_seed(seed)
         tiers = {"offload_params": self.setting.params_tier, "offload_dir": str(self.folder)}
-        if self.is_plain or not self.setting.deferred or os.environ.get("HF_ZERO_NEXT") == "1":  # development only
+        if self.is_plain or not self.setting.deferred:
             return make()
         with zero.Init(**tiers if self.setting.params_tier != "none" else {}):
             return make()
@@ -374,7 +373,7 @@ class Run:
         """What training left: by model, weights with buffers, and optimizer state by parameter name."""
         found: dict[str, Any] = {"seen": self.seen}
         for number, each in enumerate(self.trained):
-            weights = _next_weights(each) if each.engine is not None and NEXT else each.plain.state_dict()
+            weights = each.plain.state_dict()
             found[f"weights {number}"] = {k: v.clone() for k, v in weights.items()} if self.rank == 0 else {}
             for at, optimizer in enumerate(each.optimizers):
                 state = optimizer.state_dict()
@@ -389,33 +388,6 @@ class Run:
             if each.engine is not None:
                 with contextlib.suppress(Exception):
                     each.engine.detach()
-
-
-NEXT = os.environ.get("HF_ZERO_NEXT")  # development only
-
-
-def _next_weights(each: Any) -> dict[str, Any]:
-    """Until the new engine's state dicts are there."""
-    if each.plain._state_dict_hooks or each.plain._state_dict_pre_hooks or "state_dict" in each.plain.__dict__:
-        return each.plain.state_dict()
-    from hf_zero.engine.build import full_values
-
-    found = {
-        f"{prefix}.{name}".removeprefix("."): buffer
-        for prefix, module in each.plain.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-    each.engine.schedule.quiesce()
-    each.engine.wait_for_steps()
-    for unit in each.engine.units:
-        for span in unit.spans:
-            whole = full_values(span)
-            for slot in span.layout.slots:
-                for name in slot.spec.names:
-                    found[name] = whole[slot.offset : slot.stop].view(slot.spec.shape)
-    order = {name: None for name in dict(each.plain.named_parameters(remove_duplicate=False)) | found}
-    return {name: found[name] for name in order if name in found}
 
 
 def _flat_state(state: Mapping[str, Any]) -> dict[str, Any]:

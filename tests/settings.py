@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KEEPS = "keep_gathered" if os.environ.get("HF_ZERO_NEXT") else "device_memory"  # development only
+KEEPS = "keep_gathered"
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 3, 4),
     "stage": (0, 1, 2, 3),

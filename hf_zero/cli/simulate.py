@@ -20,13 +20,13 @@ from torch.utils.flop_counter import flop_registry
 
 from ..comm.recorded import absent_ranks, recorded_wire
 from ..config import ZeroConfig
+from ..diagnostics.usage import predicted
 from ..errors import ConfigError, needs
+from ..params.engine import Engine
+from ..params.shard import shard
 from ..plan.configs import CONFIGS
 from ..plan.machine import Machine
 from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Processor, StepTime, Waited, replay
-from ..diagnostics.usage import predicted
-from ..params.engine import Engine
-from ..params.shard import shard
 from ..tiers.tier import Tier
 from .commands import SimulateOptions, print_json
 from .files import writable

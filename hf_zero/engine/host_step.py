@@ -100,10 +100,11 @@ class Stepper:
         """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
         twin, self._twin = self._twin or self._new_twin(binding), None
         self._context.is_stepping = self._context.has_updated = False
-        self._updated.clear()
+        updated, self._updated = self._updated, set()
         after = self._storage.link.mark()
         for unit in self._units:
-            self._start(unit, binding, twin, after)
+            if unit not in updated:
+                self._start(unit, binding, twin, after)
             for span in unit.trained:
                 for segment in span.segments:
                     segment.show_grad()

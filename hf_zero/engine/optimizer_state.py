@@ -99,8 +99,12 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
 def _described(binding: Binding, segment: Segment) -> Described:
     entries = binding.state_of(segment)
     arrays = arrays_of(binding, segment, entries)
+
+    def is_like(value: Tensor) -> bool:
+        return value.shape == segment.shape if segment.is_matrix else value.numel() == segment.numel
+
     about = {
-        name: (dtype_name(value.dtype), tuple(value.shape) if value.numel() != segment.numel else None)
+        name: (dtype_name(value.dtype), None if isinstance(value, OnDisk) or is_like(value) else tuple(value.shape))
         for name, value in arrays.items()
     }
     single = {name: on_cpu(value) for name, value in entries.items() if name not in arrays}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import StateError
 
 if TYPE_CHECKING:
+    from ..tiers.array import OnDisk
     from .span import Span
     from .unit import Unit
 
@@ -50,6 +51,40 @@ _METADATA_FIELDS = frozenset(
     }
 )  # fmt: skip
 """Properties of a tensor that read no values."""
+
+
+class Source(Protocol):
+    """Has the values of a parameter that was created without them, until the parameter is sharded."""
+
+    @property
+    def files(self) -> OnDisk | None:
+        """All elements, where they are in files and need no copy; else None. May differ between ranks."""
+        ...
+
+    def fill(self, param: nn.Parameter, target: Tensor, room: Tensor) -> None:
+        """Write the full values to `target`. A collective.
+
+        Args:
+            room: 1-D memory that begins with `target`. All of it may be overwritten.
+        """
+        ...
+
+    def end(self, param: nn.Parameter) -> None:
+        """The engine has the values: `param` is a plain parameter."""
+        ...
+
+
+def source_of(param: Tensor) -> Source | None:
+    """Return what has a parameter's values before it is sharded; None if the parameter has them itself."""
+    found: Source | None = param.__dict__.get("_zero_source")
+    return found
+
+
+def set_source(param: Tensor, source: Source | None) -> None:
+    if source is None:
+        param.__dict__.pop("_zero_source", None)
+    else:
+        param.__dict__["_zero_source"] = source
 
 
 class Place:

@@ -481,9 +481,7 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = (
-                "a backward of this step raised: its gradients, and those of earlier backwards of the step, are gone"
-            )
+            self.lost = "a backward of this step raised: its gradients are gone, and those of earlier backwards of the step with them"
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None

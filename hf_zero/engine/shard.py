@@ -30,7 +30,7 @@ from .engine import Engine
 from .groups import bind, originals_of
 from .observer import Events, Observer
 from .optimizer_kinds import kind_of, state_tensors
-from .parameter import place_of
+from .parameter import place_of, source_of
 
 Made = TypeVar("Made", bound=Engine)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -104,7 +104,8 @@ def shard(
         specs = specs_of(drafter, originals, optimizers, kinds)
     agree.same_structure(wire, config, mixed_precision, specs, originals, drafter.names)
     wire.open_groups()
-    agree.same_values(wire, ((names[0], param.detach()) for param, names in drafter.names.items()), fingerprint)
+    created = {param: names[0] for param, names in drafter.names.items() if source_of(param) is None}
+    agree.same_values(wire, ((name, param.detach()) for param, name in created.items()), fingerprint)
 
     shards = config.shards(wire.size)
     policy = config.policy_for(wire.size)

@@ -26,11 +26,11 @@ from ..core.layout import Extent, Slot
 from ..core.layout import Span as SpanLayout
 from ..core.precision import dtype_of
 from ..plan.costs import Placement
-from ..tiers.array import OnDisk, Values, fetch
+from ..tiers.array import DiskArray, FilePieces, OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
-from .parameter import Place, adopt, original_class, set_raw_data
+from .parameter import Place, adopt, original_class, set_raw_data, source_of
 from .segments import Segment
 from .written import put
 
@@ -85,18 +85,39 @@ class Span:
     def _fill(self, params: Sequence[nn.Parameter]) -> None:
         layout = self.layout
         low, high = layout.bounds(self.rank)
+        files = self._files_of(params)
         exact = torch.empty(layout.numel, dtype=self.master_dtype, device=self.device)
-        exact[layout.used_numel :].zero_()
         for slot, param in zip(layout.slots, params):
-            exact[slot.offset : slot.stop].view(slot.spec.shape).copy_(param.detach())
+            view, source = exact[slot.offset : slot.stop].view(slot.spec.shape), source_of(param)
+            if source is None:
+                view.copy_(param.detach())
+            else:
+                source.fill(param, view, exact[slot.offset :])
+                source.end(param)
+        exact[layout.used_numel :].zero_()
         self.full = exact if self.compute_dtype == self.master_dtype else exact.to(self.compute_dtype)
         self.local, self.local_numel = self.full[low:high], high - low
-        self.master: Values = self._new_master(exact[low:high])
+        self.master: Values = self._new_master(exact[low:high]) if files is None else files
         self.copy: Values | None = self._new_copy()
         if self.codec is not None and self.stays:
             for rank in range(layout.shards):  # as after every gather from now on
                 begin, end = layout.bounds(rank)
                 self.full[begin:end].copy_(self.codec.rounded(self.full[begin:end]))
+
+    def _files_of(self, params: Sequence[nn.Parameter]) -> OnDisk | None:
+        """This rank's slice, where a frozen span's values are in files: no copy is made of them until one is written."""
+        sources = [source for param in params if (source := source_of(param)) is not None]
+        if self.tier is not Tier.DISK or self.trainable or len(sources) < len(params):
+            return None
+        found = [source.files for source in sources]
+        in_files = all(each is not None and each.dtype == self.master_dtype for each in found)
+        if not all(self.context.wire.exchange(in_files)):  # a rank wrote its part
+            return None
+        files = {slot.spec.name: each for slot, each in zip(self.layout.slots, found) if each is not None}
+        parts = [(part.start, files[part.source.spec.name][part.there]) for part in self.layout.overlaps(self.rank)]
+        storage, numel = self.context.storage, self.layout.bounds(self.rank)[1] - self.layout.bounds(self.rank)[0]
+        base = FilePieces(numel, self.master_dtype, parts, storage.meter)
+        return OnDisk(DiskArray(storage.disk, numel, self.master_dtype, base))
 
     def _new_master(self, values: Tensor) -> Values:
         if self.tier is Tier.DEVICE:

@@ -18,6 +18,7 @@ from ..engine.shard import shard as shard_core
 from ..plan.machine import Machine
 from . import FIRST_FORWARD
 from .arguments import check_shard_arguments, device_from
+from .deferred import check_ready
 from .engine import Engine
 
 _LOG = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def shard(
     """
     check_shard_arguments(model, optimizer, config)
     model, compile_ = take_wrapper_off(model)
+    check_ready(model)
     config = config or ZeroConfig()
     engine = shard_core(
         model,

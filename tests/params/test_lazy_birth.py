@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.checkpoint.safetensors import read_header
-from hf_zero.runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
+
+if zero.Init.__module__ == "hf_zero.params.init":  # development only
+    from hf_zero.runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
+else:
+    from hf_zero.params.deferred import born, born_at_rest, slice_bounds
+    from hf_zero.params.deferred import deferred_of as birth_of
 from hf_zero.tiers.array import DiskArray, FilePieces, FileSource, OnDisk, Stamp
 from hf_zero.tiers.disk import Disk
 from hf_zero.tiers.tier import Meter, Tier

@@ -1,0 +1,613 @@
+"""Parameters that `zero.Init` creates: each rank has its part of the values until the model is sharded.
+
+A deferred parameter is *closed* or *open*. Closed, each rank has its equal part of the row-major elements (`own`), and the
+parameter is a `DeferredParameter` whose `data` is one NaN, expanded to the true shape. Open, `data` is full, the same on every
+rank. Opening is a collective, closing needs no communication. So whether a parameter is open follows from user code alone.
+
+`own` is in memory, in this rank's own file (`store`), or in the files that the values come from (`origin`): these are read,
+not copied, until something is written. Closing takes a digest of the full values: the ranks compare them later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from ..comm.agree import read
+from ..comm.wire import SoloWire, wire_device
+from ..engine.parameter import reads_no_values, set_source, source_of
+from ..errors import RankMismatchError, StateError, TierError
+from ..tiers.array import DiskArray, OnDisk, Values, fetch
+from ..tiers.disk import Disk
+from ..tiers.fingerprint import digest
+
+_TAG = 1 << 20  # above every span's index
+_STORED_BYTES = 64 << 10  # smaller parts stay in memory
+OWN = -1
+"""The digest of values of which one rank wrote its part alone."""
+_plain = torch._C.DisableTorchFunction
+
+
+def slice_bounds(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the row-major elements [start, stop) of rank `rank`: equal parts, the last ones may be short or empty."""
+    per_rank = -(-numel // size)
+    return min(rank * per_rank, numel), min((rank + 1) * per_rank, numel)
+
+
+def deferred_of(param: Tensor) -> Deferred | None:
+    """Return what has the values of a deferred parameter; None for any other, and once an engine has it."""
+    source = source_of(param)
+    return source if isinstance(source, Deferred) else None
+
+
+class Deferred:
+    """Has the values of one deferred parameter, as `engine.parameter.Source`. Keeps no reference to the parameter.
+
+    Args:
+        own: this rank's elements, 1-D. None: the parameter is open.
+        origin: all elements, in the files that they come from.
+        store: where parts that were computed are stored; None: in memory.
+
+    Attributes:
+        label: what it is called in errors. `print`: the digest of the full values that this rank saw last.
+        is_used: a function was given it since it was registered. Before, its memory may hold anything.
+        is_compared: closing takes a digest.
+        session: the `Init` that gave it its label.
+        pins: `GatheredParameters` that need it open.
+    """
+
+    def __init__(
+        self,
+        wire: SoloWire,
+        own: Values | None = None,
+        *,
+        device: torch.device | None = None,
+        origin: OnDisk | None = None,
+        store: Disk | None = None,
+    ) -> None:
+        self.wire, self.origin, self._store = wire, origin, store
+        self.own = own if origin is None else origin[self._mine(origin.numel())]
+        self.is_open = self.own is None
+        self.device = device or (own.device if own is not None else torch.device("cpu"))
+        self.label = "a parameter"
+        self.print: int | None = None
+        self.is_used, self.is_compared, self.pins = False, True, 0
+        self.session: object = None
+        self._stored: DiskArray | None = None
+        self._strides: tuple[int, ...] | None = None  # of a parameter that is not row-major
+        self._alias: Tensor | None = None
+        """Full memory of the closed parameter that user code still refers to, and may write."""
+
+    def _mine(self, numel: int) -> slice:
+        return slice(*slice_bounds(numel, self.wire.rank, self.wire.size))
+
+    @property
+    def files(self) -> OnDisk | None:
+        """All elements, where nothing was written since they were found in files."""
+        return self.origin
+
+    @property
+    def at_rest(self) -> bool:
+        """The values are in the files that they come from, and nowhere else."""
+        return self.origin is not None and not self.is_open
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def values(self) -> Tensor:
+        """Return this rank's elements while closed, 1-D, on the device; maybe `own` itself.
+
+        Raises:
+            TierError: they cannot be read.
+        """
+        self._follow()
+        if self.own is None:
+            raise StateError("the part of a parameter was asked for while it is open")
+        return fetch(self.own).to(self.device)
+
+    def slice_of(self, param: nn.Parameter) -> Tensor:
+        """Return this rank's elements, open or closed."""
+        with _plain():
+            return param.detach().reshape(-1)[self._mine(param.numel())] if self.is_open else self.values()
+
+    @torch.no_grad()
+    def full(self, shape: Sequence[int], room: Tensor | None = None) -> Tensor:
+        """Return the full values while closed. A collective.
+
+        Args:
+            room: 1-D, memory to use if it is large enough and has the dtype. All of it may be overwritten.
+        """
+        wire, numel = self.wire, torch.Size(shape).numel()
+        per_rank = -(-numel // wire.size)
+        may_fail = wire.size > 1 and (self.origin is not None or self._store is not None)
+        with _plain():
+            own = read(wire, self.values, may_fail=may_fail)
+            if room is None or room.dtype != own.dtype or room.numel() < per_rank * wire.size:
+                room = torch.empty(per_rank * wire.size, dtype=own.dtype, device=self.device)
+            if wire.size == 1:
+                room[:numel].copy_(own)
+                return room[:numel].view(tuple(shape))
+            if own.numel() < per_rank:
+                own = torch.cat([own, own.new_zeros(per_rank - own.numel())])
+            where, padded = wire_device(wire, self.device), room[: per_rank * wire.size]
+            whole = padded if padded.device == where else torch.empty_like(padded, device=where)
+            # As bytes: not every backend moves every type.
+            wire.gather(whole.view(torch.uint8), own.to(where).view(torch.uint8), _TAG).close()
+            if whole is not padded:
+                padded.copy_(whole)
+            return room[:numel].view(tuple(shape))
+
+    @torch.no_grad()
+    def put(self, param: nn.Parameter, value: Tensor) -> None:
+        """Replace the values by full ones, of which this rank keeps its part. No communication."""
+        with _plain():
+            if self.is_open:
+                param.data.copy_(value)
+            else:
+                value, self._alias = value.detach().to(device=self.device, dtype=param.dtype), None
+                self._keep(value, value.reshape(-1)[self._mine(value.numel())].clone())
+
+    @torch.no_grad()
+    def put_own(self, param: nn.Parameter, values: Tensor) -> None:
+        """Replace this rank's elements. No communication."""
+        with _plain():
+            if self.is_open:
+                flat = param.detach().clone(memory_format=torch.contiguous_format).view(-1)
+                flat[self._mine(flat.numel())] = values
+                param.data.copy_(flat.view(param.shape))
+            else:
+                self.own, self.origin = self._put_away(self.values().clone().copy_(values)), None
+                self._alias = None
+            self.print = OWN
+
+    # Between closed and open ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def open(self, param: nn.Parameter, *, fill: bool = True) -> None:
+        """Give the parameter full values. A collective.
+
+        Args:
+            fill: False: only the memory, for code that overwrites it.
+        """
+        if self.is_open:
+            return
+        with _plain():
+            shape, dtype = param.shape, param.dtype
+            if self.wire.size == 1 and isinstance(self.own, Tensor) and self._strides is None:
+                whole = self.values().view(shape)
+            else:
+                whole = self._alias
+                if whole is None:
+                    strides = self._strides or torch.empty(shape, device="meta").stride()
+                    whole = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+                if fill:  # also into an alias, which another rank may not have
+                    whole.copy_(self.full(shape))
+            param.__class__ = nn.Parameter
+            param.data = whole
+            copy_deferred(param)
+        self._alias, self.is_open = None, True
+
+    @torch.no_grad()
+    def close(self, param: nn.Parameter, *, keep: bool = True) -> None:
+        """Keep this rank's part of the full values alone.
+
+        Args:
+            keep: False: the values from before `open`.
+        """
+        if not self.is_open:
+            return
+        with _plain():
+            whole = param.data
+            if keep or self.own is None:
+                part = whole.reshape(-1)[self._mine(whole.numel())]
+                self._keep(whole, part if self.wire.size == 1 else part.clone())
+                self._strides = (
+                    None if whole.is_contiguous() else tuple(torch.empty_like(whole, device="meta").stride())
+                )
+                self.device = whole.device
+            self.is_open = False
+            show_closed(param, whole.shape, whole.dtype, self.device)
+            shares = self.wire.size > 1 or isinstance(self.own, OnDisk)
+            if keep and shares and _holders(whole) > 1:
+                self._alias = whole
+
+    def _keep(self, whole: Tensor, part: Tensor) -> None:
+        self.own, self.origin = self._put_away(part), None
+        if self.wire.size > 1 and self.is_compared:
+            self.print = digest(whole.reshape(-1))
+
+    def _put_away(self, part: Tensor) -> Values:
+        """The part where it is stored while closed. Without room on disk it stays in memory."""
+        if self._store is None or part.nbytes < _STORED_BYTES:
+            return part
+        try:
+            stored = self._stored
+            if stored is None or stored.numel != part.numel() or stored.dtype != part.dtype:
+                self._unstore()
+                self._stored = stored = DiskArray(self._store, part.numel(), part.dtype)
+            return OnDisk(stored).copy_(part)
+        except TierError:
+            self._unstore()
+            return part
+
+    def _unstore(self) -> None:
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            stored.close()
+
+    def __del__(self) -> None:
+        self._unstore()
+
+    @property
+    def has_alias(self) -> bool:
+        """User code refers to full memory of the closed parameter. Takes what it wrote there."""
+        self._follow()
+        if self._alias is not None and _holders(self._alias) < 2:
+            self._alias = None
+        return self._alias is not None
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        alias = self._alias
+        if alias is not None and digest(alias.reshape(-1)) != self.print:
+            self._keep(alias, alias.reshape(-1)[self._mine(alias.numel())].clone())
+
+    def follow(self, param: nn.Parameter) -> None:
+        """Take what was written through other tensors, before the ranks are compared."""
+        self._follow()
+        if self.is_open and self.wire.size > 1:
+            with _plain():
+                self.print = digest(param.detach().reshape(-1))
+
+    @torch.no_grad()
+    def apply(self, param: nn.Parameter, change: Callable[[Tensor], Tensor]) -> None:
+        """Cast or move the closed parameter's values."""
+        with _plain():
+            sample = change(torch.empty(0, dtype=param.dtype, device=self.device))
+            if sample.dtype != param.dtype:
+                self.own, self.origin = self._put_away(change(self.values())), None
+            elif isinstance(self.own, Tensor):
+                self.own = change(self.values())
+            self._alias, self.device = None, sample.device
+            show_closed(param, param.shape, sample.dtype, sample.device)
+
+    def copied(self, param: nn.Parameter) -> nn.Parameter:
+        """A closed copy, or one in the same files."""
+        if entered_mode() is None:
+            raise StateError(
+                f"a parameter of shape {tuple(param.shape)} that was created under zero.Init() cannot be copied before its "
+                "model is sharded. Copy inside `with zero.Init():`, or build the second model there"
+            )
+        self.follow(param)
+        own = None if self.at_rest else self.slice_of(param).clone()
+        made = Deferred(self.wire, own, device=self.device, origin=self.origin, store=self._store)
+        made.label, made.is_used, made.print = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.print
+        return closed(made, param.shape, param.dtype, param.requires_grad)
+
+    # As a source of an engine -----------------------------------------------------------------------------------------
+
+    def fill(self, param: nn.Parameter, target: Tensor, room: Tensor) -> None:
+        """Write the full values to `target`, the beginning of `room`. A collective."""
+        values = param.detach() if self.is_open else self.full(target.shape, room)
+        if values.data_ptr() != target.data_ptr():
+            target.copy_(values)
+
+    def end(self, param: nn.Parameter) -> None:
+        """An engine has the values."""
+        param.__class__ = nn.Parameter
+        param.__dict__.pop("__deepcopy__", None)
+        set_source(param, None)
+        self._unstore()
+
+    def stand_in(self, param: nn.Parameter) -> Tensor:
+        """A meta tensor of the shape, dtype and strides that the parameter has when it is open."""
+        strides = self._strides or torch.empty(param.shape, device="meta").stride()
+        return torch.empty_strided(param.shape, strides, dtype=param.dtype, device="meta")
+
+
+def closed(deferred: Deferred, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+    """Return a new closed parameter whose values `deferred` has."""
+    with _plain():
+        param = nn.Parameter(torch.empty(0, dtype=dtype, device=deferred.device), requires_grad=requires_grad)
+        show_closed(param, shape, dtype, deferred.device)
+    set_source(param, deferred)
+    return param
+
+
+def show_closed(param: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    with _plain():
+        param.data = torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+    param.__dict__.pop("__deepcopy__", None)
+    param.__class__ = DeferredParameter
+
+
+def copy_deferred(param: nn.Parameter) -> None:
+    """Let copies of an open parameter be deferred, too: a copied module registers nothing."""
+    reference = weakref.ref(param)  # copies of attributes must not keep the parameter
+
+    def __deepcopy__(memo: dict[int, Any]) -> nn.Parameter:
+        param: Any = reference()
+        return DeferredParameter.__deepcopy__(param, memo)
+
+    param.__dict__["__deepcopy__"] = __deepcopy__
+
+
+def born(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    own: Tensor,
+    wire: SoloWire,
+    *,
+    device: torch.device | str,
+    requires_grad: bool = True,
+) -> nn.Parameter:
+    """Return a closed parameter of `shape`, whose values are the ranks' `own`: 1-D, the elements of `slice_bounds`.
+
+    Raises:
+        StateError: `own` is not this rank's part.
+    """
+    low, high = slice_bounds(torch.Size(shape).numel(), wire.rank, wire.size)
+    if own.dim() != 1 or own.numel() != high - low or own.dtype != dtype or own.device != torch.device(device):
+        raise StateError(
+            f"born(): expected a 1-D {dtype} tensor of {high - low} elements on {device} (rank {wire.rank} of "
+            f"{wire.size}, shape {tuple(shape)}), found {own.dtype} {tuple(own.shape)} on {own.device}"
+        )
+    return closed(Deferred(wire, own.detach()), shape, dtype, requires_grad)
+
+
+def born_at_rest(
+    shape: Sequence[int],
+    origin: OnDisk,
+    wire: SoloWire,
+    *,
+    device: torch.device | str,
+    requires_grad: bool = True,
+) -> nn.Parameter:
+    """Return a closed parameter of `shape` whose row-major elements are in `origin`. Every rank can read all of it."""
+    return closed(Deferred(wire, device=torch.device(device), origin=origin), shape, origin.dtype, requires_grad)
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors share this one's storage, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+# The class of a closed parameter ----------------------------------------------------------------------------------------
+
+_NEED_NO_VALUES = frozenset(
+    {
+        "__repr__", "__format__", "__dir__", "_has_compatible_shallow_copy_type", "can_cast", "empty_like", "full_like",
+        "get_device", "is_tensor", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
+        "promote_types", "rand_like", "randint_like", "randn_like", "result_type", "untyped_storage", "zeros_like",
+        "is_pinned", "retain_grad",
+    }
+)  # fmt: skip
+_LAYOUT = frozenset({"is_contiguous", "storage_offset", "stride"})
+"""Answered for the memory that the parameter has when it is open, as are `zeros_like` and its siblings."""
+_CASTS = frozenset({"to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"})
+
+
+class EnteredMode(TorchFunctionMode):
+    """Opens deferred parameters as torch functions use them. `zero.Init` enters one."""
+
+
+def entered_mode() -> EnteredMode | None:
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, EnteredMode)), None)
+
+
+def needs_values(func: Any) -> bool:
+    """Return whether a torch function reads or writes elements, or gives access to their memory."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__" and getattr(func.__self__, "__name__", "") == "grad":
+        return False
+    return (
+        name not in _NEED_NO_VALUES
+        and not (name == "__get__" and _attribute(func) == "grad")
+        and not (reads_no_values(func))
+    )
+
+
+def _attribute(func: Any) -> str:
+    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+class DeferredParameter(nn.Parameter):
+    """A closed parameter: torch functions that read or write its values raise `StateError`.
+
+    Casts and moves return a `_Changed`, which only `param.data = …` takes: `model.half()` works on each rank's part. A full
+    value can be copied in: each rank takes its part.
+    """
+
+    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        """A plain parameter: `type(p)(tensor)` is how libraries make another one of the same class."""
+        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = _of(self).copied(self)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "a parameter that was created under zero.Init() cannot be pickled: each rank has only a part of it. Shard the "
+            "model and use engine.save()"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        first: Any = args[0] if args else None
+        is_first = isinstance(first, DeferredParameter)
+        if is_first and name in _CASTS:
+            return _Changed.of(first, lambda value: func(value, *args[1:], **options))
+        if is_first and name == "__set__" and _attribute(func) == "data" and isinstance(args[1], _Changed):
+            _of(first).apply(first, args[1].change)
+            return None
+        if is_first and name == "copy_" and type(args[1]) in (Tensor, nn.Parameter) and args[1].shape == first.shape:
+            _of(first).put(first, args[1])
+            return first
+        if needs_values(func):
+            _refuse(func, next(_deferred_in((args, options))))
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_first and name in ("__repr__", "__format__"):
+                return f"Parameter(deferred, shape={tuple(first.shape)}, dtype={first.dtype})"
+            if name == "untyped_storage":
+                return torch.UntypedStorage(first.element_size(), device="meta")  # no elements, and no address
+            if is_first and (name in _LAYOUT or name.endswith("_like")):
+                if name not in _LAYOUT:
+                    options.setdefault("device", first.device)
+                args = (_of(first).stand_in(first), *args[1:])
+            return func(*args, **options)
+
+
+class _Changed(Tensor):
+    """A closed parameter after a cast or a move, without values."""
+
+    change: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, param: Any, change: Callable[[Tensor], Tensor]) -> _Changed:
+        with _plain(), torch.no_grad():
+            sample = change(torch.empty((), dtype=param.dtype, device=param.device))
+            made = sample.expand(param.shape).as_subclass(cls)
+        made.change = change
+        made.param = param  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if needs_values(func):
+            _refuse(func, next(_changed_in((args, kwargs or {}))).param)  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _of(param: Any) -> Deferred:
+    found = deferred_of(param)
+    if found is None:
+        raise StateError("a copy of a parameter that was created under zero.Init() has no values")
+    return found
+
+
+def _inside(value: Any, kind: type[Any]) -> Any:
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _inside(each, kind)
+    elif isinstance(value, dict):
+        yield from _inside(list(value.values()), kind)
+
+
+_deferred_in = partial(_inside, kind=DeferredParameter)
+_changed_in = partial(_inside, kind=_Changed)
+
+
+def is_new_parameter(func: Any, depth: int) -> bool:
+    """Return whether a function is the `detach()` with which `nn.Parameter(p)` begins.
+
+    Args:
+        depth: frames between the caller and `nn.Parameter.__new__`.
+    """
+    code = sys._getframe(depth + 1).f_code
+    return getattr(func, "__name__", "") == "detach" and code is nn.Parameter.__new__.__code__
+
+
+def _refuse(func: Any, param: Any) -> Any:
+    name, attribute = getattr(func, "__name__", str(func)), _attribute(func)
+    what = {"__get__": f"reading .{attribute}", "__set__": f"assigning .{attribute}"}.get(name, f"{name}()")
+    if is_new_parameter(func, 2):
+        what = "nn.Parameter(p)"
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(param.shape)
+    raise StateError(
+        f"{what} of a parameter of shape {shape} that was created under zero.Init(): its values are spread over the ranks "
+        "until its model is sharded. Do this on every rank inside `with zero.Init():` (enter it again if it has ended), use "
+        "zero.full_parameter or zero.GatheredParameters, or call zero.shard or accelerator.prepare first"
+    )
+
+
+# Comparison over the ranks ----------------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A deferred parameter as one rank saw it."""
+
+    name: str
+    print: int | None
+    is_used: bool
+
+
+def check_equal(wire: SoloWire, what: str, mine: Sequence[Seen | None], *, unused: bool = False) -> None:
+    """Compare the values with which the ranks closed parameters. A collective.
+
+    Args:
+        mine: in the same order on every rank; None: the parameter is gone.
+        unused: compare parameters that no function was given, too. Their memory may hold anything.
+
+    Raises:
+        RankMismatchError: on every rank, with the first parameter that differs.
+    """
+    if wire.size == 1:
+        return
+    found = hashlib.blake2b(repr((what, mine)).encode(), digest_size=16).hexdigest()
+    if len(set(wire.exchange(found))) == 1:
+        return
+    everyone: list[tuple[str, list[Seen | None]]] = wire.exchange((what, list(mine)))
+    _refuse_different("", [each for each, _ in everyone])
+    for column in zip(*(theirs for _, theirs in everyone)):
+        alive = [each for each in column if each is not None]
+        if len(alive) < len(column):
+            continue
+        _refuse_different(f"{what}: the parameters that they use: ", [each.name for each in alive])
+        prints = [each.print for each in alive]
+        if len(set(prints)) == 1 or OWN in prints or not (unused or any(each.is_used for each in alive)):
+            continue
+        rank = next(rank for rank, each in enumerate(prints) if each != prints[0])
+        raise RankMismatchError(
+            f"{what}: rank {rank} gave {alive[0].name} other values than rank 0, and each rank keeps only its own part of "
+            "them. Every rank must compute the same values: seed the ranks alike inside zero.Init, load the same files, and "
+            "change values of one rank with zero.GatheredParameters(p, modifier_rank=0)"
+        )
+
+
+def _refuse_different(what: str, values: Sequence[str]) -> None:
+    for rank, each in enumerate(values):
+        if each != values[0]:
+            raise RankMismatchError(
+                f"ranks differ inside zero.Init: {what}rank 0 has {values[0]}, rank {rank} has {each}. Every rank must run the "
+                "same code inside it"
+            )
+
+
+def check_ready(model: nn.Module) -> None:
+    """Compare the deferred parameters of a model over the ranks, before it is sharded. A collective where there are some.
+
+    Raises:
+        RankMismatchError: on every rank: they have other values.
+    """
+    mine: list[Seen] = []
+    wire: SoloWire | None = None
+    for name, param in model.named_parameters():
+        deferred = deferred_of(param)
+        if deferred is not None and deferred.wire.size > 1:
+            deferred.follow(param)
+            wire = deferred.wire
+            mine.append(Seen(f"parameter {name!r}", deferred.print, deferred.is_used))
+    if wire is not None:
+        check_equal(wire, "zero.shard of a model built under zero.Init", mine, unused=True)
