@@ -110,19 +110,15 @@ def recorded_step(
     accumulation: int,
     *,
     collectives: bool = False,
-    node_ranks: int | None = None,
 ) -> tuple[Record, Engine]:
     """One steady step of fused AdamW without clipping, over the process group that is open. A collective, like its steps.
 
     Args:
         collectives: see `recorded_wire`.
-        node_ranks: so many neighbours share a machine; None: as ranks say themselves.
     """
     record = Record()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     open_wire = partial(recorded_wire, record, collectives=collectives)
-    if node_ranks is not None:
-        roads = replace(roads, node_names=lambda wire: [str(rank // node_ranks) for rank in range(wire.size)])
     engine = shard(model, optimizer, config, mixed_precision=mixed_precision, open_wire=open_wire)
     for _ in range(WARM_UP_STEPS):
         _step(engine, optimizer, loss, accumulation)
@@ -308,7 +304,6 @@ def _simulated(
             options.mixed_precision,
             options.accumulation,
             collectives=hardware.collectives,
-            node_ranks=ranks // nodes,
         )
         peak_bytes = predicted(engine, options.accumulation)[0].at_peak(Tier.DEVICE)
     network = Network(ranks, nodes, hardware.near, LINKS[options.network], options.adapters)
