@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
     from .checkpoint.series import prune_checkpoints as prune_checkpoints
     from .compat.preemption import on_preemption as on_preemption
     from .config import ZeroConfig as ZeroConfig
+    from .engine.optimizer_kinds import register_optimizer as register_optimizer
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import LayoutError as LayoutError
@@ -62,6 +63,7 @@ _NAMES = {
     "checkpoint.series": ("latest_checkpoint", "prune_checkpoints"),
     "compat.preemption": ("on_preemption",),
     "config": ("ZeroConfig",),
+    "engine.optimizer_kinds": ("register_optimizer",),
     "errors": (
         "CheckpointError",
         "ConfigError",

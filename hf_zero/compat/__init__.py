@@ -9,6 +9,7 @@ from ..engine.observer import Observer
 from .buffers import Buffers
 from .compiling import Compiling
 from .copies import Copies
+from .distributed_checkpoint import DistributedCheckpoint
 from .evaluation import OtherDtype
 from .freezing import Freezing
 from .generation import Generation
@@ -17,10 +18,12 @@ from .group_gradients import GroupGradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
+from .unbound import Unbound
 from .writes import Writes
 
 
@@ -34,7 +37,9 @@ def observers() -> list[Observer]:
         Freezing(),
         Buffers(),
         Compiling(),
+        RegisteredAgain(),
         Copies(),
+        DistributedCheckpoint(),
         Generation(),
         Gradients(),
         Methods(),
@@ -43,4 +48,5 @@ def observers() -> list[Observer]:
         StateDicts(),
         Writes(),
         Replaced(),
+        Unbound(),
     ]

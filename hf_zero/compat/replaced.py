@@ -1,35 +1,66 @@
-"""User code replaces a parameter (`module.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`): a named error.
+"""User code replaces a parameter or a submodule (`module.weight = nn.Parameter(x)`, `load_state_dict(assign=True)`): an error.
 
-The optimizer and the engine would keep the old parameter, and the new one would silently never be trained.
+The optimizer and the engine would keep the old parameters, and the new ones would silently never be trained or saved.
 """
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ..engine.engine import Engine
 from ..engine.observer import Observer
-from ..engine.parameter import place_of
+from ..engine.parameter import Place, place_of
 from ..errors import StateError
 
 
 class Replaced(Observer):
-    """Raises where a sharded parameter is replaced by another one."""
+    """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters."""
 
     def attach(self, engine: Engine) -> None:
         self._context = engine.context
-        self._handle = register_module_parameter_registration_hook(self._register)
+        self._handles = [
+            register_module_parameter_registration_hook(self._set_parameter),
+            register_module_module_registration_hook(self._set_module),
+        ]
 
     def detach(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    def _register(self, module: nn.Module, name: str, param: Tensor | None) -> None:
+    def _set_parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:
         old = module._parameters.get(name)
-        place = None if old is None or old is param else place_of(old)
-        if place is not None and place.span.context is self._context:
-            raise StateError(
-                f"{place.span.name_of(place.index)!r} was replaced by another parameter, which the optimizer does not have. "
-                "Write its values instead (param.data.copy_(values), load_state_dict without assign=True), or detach() the "
-                "engine first"
-            )
+        if old is None or old is param:
+            return
+        place = place_of(old)
+        if place is not None and self._has(module, place):
+            _refuse(place, "another parameter")
+
+    def _set_module(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        old = module._modules.get(name)
+        if old is None or old is submodule:
+            return
+        kept = set() if submodule is None else set(submodule.parameters())
+        for param in old.parameters():
+            place = place_of(param)
+            if param not in kept and place is not None and self._has(module, place):
+                _refuse(place, "a submodule without it")
+
+    def _has(self, module: nn.Module, place: Place) -> bool:
+        """The module is a part of this engine's model, not one of user code that refers to parameters of it."""
+        if place.span.context is not self._context:
+            return False
+        return any(each is module for each in self._context.model.modules())
+
+
+def _refuse(place: Place, other: str) -> NoReturn:
+    raise StateError(
+        f"{place.span.name_of(place.index)!r} was replaced by {other}: the optimizer and the engine still have the old "
+        "parameter. Write its values instead (param.data.copy_(values), load_state_dict without assign=True), or detach() "
+        "the engine first"
+    )

@@ -7,6 +7,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..errors import StateError
 from .groups import rebind
@@ -33,9 +34,10 @@ class Bound:
         self._engine, self._context, self.bindings = engine, engine.context, bindings
         self._held = HeldSignals()
         self._undo: dict[torch.optim.Optimizer, list[Callable[[], object]]] = {}
-        self._marks: list[tuple[int, int]] = []
+        self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
+        self._marks = self._current_marks()
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
 
     def detach(self) -> None:
@@ -71,6 +73,7 @@ class Bound:
         for binding in self.bindings:
             if binding.optimizer not in self._undo:
                 self._take(binding.optimizer)
+        self._marks = self._current_marks()
 
     def follow_groups(self) -> None:
         """Translate what user code has done to groups. A collective where it has; user code does the same on every rank."""
@@ -103,7 +106,8 @@ class Bound:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         self.get(optimizer).guard_state(self._engine.wait_for_steps)
-        undo: list[Callable[[], object]] = [StepWrapper(optimizer, self, self._held).remove]
+        wrapper = self._wrappers[optimizer] = StepWrapper(optimizer, self, self._held)
+        undo: list[Callable[[], object]] = [wrapper.remove]
         methods: dict[str, Callable[..., Any]] = {
             "zero_grad": partial(self._zero_grad, optimizer),
             "state_dict": partial(self._state_dict, optimizer),
@@ -121,6 +125,7 @@ class Bound:
 
     def _zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         self.get(optimizer, "zero_grad()")
+        self._wrappers[optimizer].forget()
         self._engine.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
 
     def _state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -220,20 +225,36 @@ class Bound:
 
     def follow_writes(self) -> None:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
-        if self._context.frees and self._engine.stepper is None:
-            return  # every gather reads the masters
-        if self._marks and self._current_marks() != self._marks:
+        if any(unit.is_apart for unit in self._context.units):
+            return  # `GatheredParameters` shows values that are not in the masters yet
+        before, self._marks = self._marks, self._current_marks()
+        # Not the lists of tensors: a segment that was split in two here may be one on another rank.
+        if any(before.get(tensor, version) != version for tensor, version in self._marks.items()) or self._has_moved():
             self._refresh()
 
     def _refresh(self) -> None:
+        hold = self._engine.hold
+        if hold is not None:
+            hold.refuse_writes()
         for binding in self.bindings:
             binding.settle_memory()
         self._engine.refresh()
+        if hold is not None:
+            hold.renew()
         self._marks = self._current_marks()
 
-    def _current_marks(self) -> list[tuple[int, int]]:
-        tensors = [each.tensor for b in self.bindings for group in b.segments for each in group]
-        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    def _current_marks(self) -> dict[Tensor, int]:
+        """Version counters of all tensors in groups, of those without elements too: each rank must see a write."""
+        groups = [group for binding in self.bindings for group in binding.optimizer.param_groups]
+        return {tensor: tensor._version for group in groups for tensor in group["params"]}
+
+    def _has_moved(self) -> bool:
+        for binding in self.bindings:
+            for group in binding.segments:
+                for segment in group:
+                    if segment.has_moved:
+                        return True
+        return False
 
 
 def _put_back(own: dict[str, Any], name: str, method: object, had: object) -> None:

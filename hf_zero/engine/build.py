@@ -81,7 +81,7 @@ def build_units(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to where the model computes."""
+    """Move buffers to where the model computes."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:

@@ -46,6 +46,15 @@ class SegmentTensor(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
 
 class Segment:
     """Elements `start` to `stop` of a span's slice.
@@ -92,6 +101,14 @@ class Segment:
         return None if isinstance(self.span.master, OnDisk) else self.span.master[self.here]
 
     @property
+    def has_moved(self) -> bool:
+        """The tensor was given other memory than the master's (`tensor.data = values`)."""
+        master = self.span.master
+        if isinstance(master, OnDisk) or not self.numel:
+            return False
+        return self.tensor.data_ptr() != master.data_ptr() + self.start * master.element_size()
+
+    @property
     def shape(self) -> torch.Size:
         spec = self.span.layout.slots[self.members[0]].spec
         return torch.Size(spec.shape if self.is_matrix else (self.numel,))
@@ -115,7 +132,10 @@ class Segment:
 
     def refill(self) -> None:
         """Make the tensor again, of other bounds or members."""
-        self.tensor = nn.Parameter(self._values(), requires_grad=False)
+        values = self._values()
+        # By assignment: the tensor's version counter is its own, and counts writes of the optimizer and of user code alone.
+        self.tensor = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device), requires_grad=False)
+        self.tensor.data = values
         self.show_flag()
 
     def rest_on(self, slice_values: Tensor) -> None:
@@ -127,7 +147,13 @@ class Segment:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         grad = self.span.bucket.grad
         is_hidden = self.span.context.is_stepping and self.span.tier is not Tier.DEVICE
-        if not self.has_grad or not isinstance(grad, Tensor) or isinstance(self.span.master, OnDisk) or is_hidden:
+        if (
+            self.span.context.away
+            or not self.has_grad
+            or not isinstance(grad, Tensor)
+            or isinstance(self.span.master, OnDisk)
+            or is_hidden
+        ):
             set_raw_grad(self.tensor, None)
             return
         set_raw_grad(self.tensor, grad[self.start : self.stop].view(self.tensor.shape))

@@ -116,7 +116,10 @@ def shard(
     events = Events(observers)
     found = _free_now(wire, where, config, machine or Machine(), drafter.names)
     tensors = state_tensors(optimizers)
-    made = plan(PlanInputs(layout, found, config, wire.size, precision, tensors, sizes=storage.sizes))
+    in_files = _in_files(drafter, wire)
+    made = plan(
+        PlanInputs(layout, found, config, wire.size, precision, tensors, sizes=storage.sizes, in_files=in_files)
+    )
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
@@ -126,7 +129,7 @@ def shard(
         if storage.uses_disk and (needed := made.memory.at_rest(Tier.DISK)):
             storage.disk.give_back(storage.disk.take(needed))  # refuses a disk without room
         build_units(context, drafter, specs, made.placements)
-        move_buffers(model, where)
+    move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
 
 
@@ -140,6 +143,13 @@ def _free_now(
     free = here(device, ranks=wire.ranks_here(), offload_dir=config.offload_dir, held_bytes=held)
     everyone: list[Machine] = wire.exchange(free.with_speeds_of(machine))
     return Machine.least(everyone)
+
+
+def _in_files(drafter: Drafter, wire: SoloWire) -> frozenset[str]:
+    """Parameters whose values are in files on every rank. A collective where some were created without values."""
+    sources = {names[0]: each for param, names in drafter.names.items() if (each := source_of(param)) is not None}
+    mine = frozenset(name for name, source in sources.items() if source.files is not None)
+    return mine.intersection(*wire.exchange(mine)) if sources else mine
 
 
 def _on_disk(placement: Placement) -> bool:

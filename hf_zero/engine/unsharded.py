@@ -13,11 +13,11 @@ import torch
 from ..comm import agree
 from ..config import size_text
 from ..core.precision import dtype_of
-from ..errors import OutOfMemoryError, RankMismatchError
+from ..errors import OutOfMemoryError, RankMismatchError, StateError
 from ..tiers.fingerprint import digest
 from .context import Context
 from .span import Span
-from .unit import Unit
+from .unit import State, Unit
 
 
 class Hold:
@@ -95,6 +95,28 @@ class Hold:
                     span.keep_writes()
                     found[span] = range(len(span.params))
         return found
+
+    def refuse_writes(self) -> None:
+        """
+        Raises:
+            StateError: user code wrote full parameters. The optimizer's tensors of them were written, too.
+        """
+        for span, known in self._known.items():
+            if digest(span.full) != known:
+                raise StateError(
+                    f"{span.name_of(0)!r}, or a parameter of the same span, and the optimizer's tensors of them were both "
+                    "written inside zero.unsharded, so neither write can count alone. Write one of the two"
+                )
+
+    def renew(self) -> None:
+        """Gather again: the masters were written. A collective."""
+        if self._context.frees:
+            for unit in self.units:
+                unit.state = State.SHARDED
+                unit.gather()
+            for unit in self.units:
+                unit.wait()
+        self._known = {span: digest(span.full) for span in self._known}
 
     def end(self, kept: Mapping[Span, Sequence[int]]) -> None:
         """Release the units.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ..compat.evaluation import OtherDtype
 from ..core.layout import Layout
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
+from ..errors import StateError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
@@ -70,6 +71,13 @@ class Engine(core.Engine):
     def is_compiled(self) -> bool:
         """Whether blocks of the model are compiled."""
         return bool(self.observer(Compiling).compiled)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "an Engine cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model "
+            "instead (copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or "
+            "torch.save(model.state_dict())"
+        )
 
     @property
     def plan(self) -> Plan:

@@ -31,7 +31,7 @@ def param_replaced(run: Run) -> None:
     run.model[0].weight = nn.Parameter(torch.eye(16))
 
 
-@after_two_steps()
+@after_two_steps(refused=(Refused(zero.StateError, "'2.weight' was replaced by a submodule without it"),))
 def module_replaced(run: Run) -> None:
     torch.manual_seed(3)
     run.model[2] = nn.Linear(16, 16)
