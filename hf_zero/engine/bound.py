@@ -219,6 +219,8 @@ class Bound:
         self.get(optimizer, method.__name__)
         self._engine.schedule.quiesce()
         self._engine.wait_for_steps()
+        if self._engine.hold is not None:  # before: where full parameters are the masters' memory, both show the write
+            self._engine.hold.refuse_writes()
         result = method(*args, **kwargs)
         self._refresh()
         return result
@@ -230,12 +232,12 @@ class Bound:
         before, self._marks = self._marks, self._current_marks()
         # Not the lists of tensors: a segment that was split in two here may be one on another rank.
         if any(before.get(tensor, version) != version for tensor, version in self._marks.items()) or self._has_moved():
+            if self._engine.hold is not None:
+                self._engine.hold.refuse_writes()
             self._refresh()
 
     def _refresh(self) -> None:
         hold = self._engine.hold
-        if hold is not None:
-            hold.refuse_writes()
         for binding in self.bindings:
             binding.settle_memory()
         self._engine.refresh()
