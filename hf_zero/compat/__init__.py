@@ -9,6 +9,7 @@ from ..engine.observer import Observer
 from .buffers import Buffers
 from .compiling import Compiling
 from .copies import Copies
+from .distributed_checkpoint import DistributedCheckpoint
 from .freezing import Freezing
 from .generation import Generation
 from .gradients import Gradients
@@ -16,10 +17,12 @@ from .group_gradients import GroupGradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
+from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .state_dicts import StateDicts
 from .transforms import Transforms
+from .unbound import Unbound
 from .writes import Writes
 
 
@@ -32,7 +35,9 @@ def observers() -> list[Observer]:
         Freezing(),
         Buffers(),
         Compiling(),
+        RegisteredAgain(),
         Copies(),
+        DistributedCheckpoint(),
         Generation(),
         Gradients(),
         Methods(),
@@ -41,4 +46,5 @@ def observers() -> list[Observer]:
         StateDicts(),
         Writes(),
         Replaced(),
+        Unbound(),
     ]

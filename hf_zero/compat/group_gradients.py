@@ -183,11 +183,9 @@ class GroupGradients(Observer):
 class _OfSegment(Source):
     """The reduced gradient of the elements that an optimizer's group holds on this rank."""
 
-    is_slice = True
-
     def __init__(self, gradients: GroupGradients, segment: Segment, own: Tensor | None) -> None:
         self._gradients, self._segment = gradients, segment
-        self._own = own
+        self._own, self.is_slice = own, own is None
         """The elements, where this rank has all: they stay usable when the gradient is cleared, as in plain training."""
 
     def _check(self) -> None:

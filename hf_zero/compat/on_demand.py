@@ -7,25 +7,26 @@ that comes to the operation's output gathers it again. A collective, so all rank
 
 An operation whose result is a view (`p.T`, `p.data`, `p.numpy()`) keeps the unit gathered: until the next step where a graph is
 built, for autograd saves views without a trace; else until the next forward, step or end of a backward, or until the view is
-dropped and another unit is read. A view that outlives this keeps its values: the span gets another storage. The next forward
-or step raises then, for the view would be old.
+dropped and another unit is read. A view that outlives this, or `p.data` that outlives the forward in which it was read, keeps
+its values: the span gets another storage. The next forward or step raises then, for the view is old.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.engine import Engine
 from ..engine.graph import backward_id, tensors_in
 from ..engine.observer import Observer
+from ..engine.parameter import place_of
 from ..engine.schedule import Calls
-from ..engine.span import Span
-from ..engine.unit import State, Unit
+from ..engine.unit import Unit
 from ..errors import StateError
 
 _ADDRESSES = frozenset(
@@ -41,11 +42,15 @@ class OnDemand(Observer):
     """Runs operations of user code on parameters of released units."""
 
     def __init__(self) -> None:
-        self._viewed: dict[Unit, dict[Span, int]] = {}
-        """Units of which user code was given views, with the references to their memory before that."""
+        self._views: dict[Unit, list[Any]] = {}
+        """By unit, weak references to the tensors that user code was given since the unit was gathered."""
+        self._untracked: set[Unit] = set()
+        """Units of whose memory user code was given something else: views that a graph saves, addresses, arrays."""
+        self._old: dict[str, list[Any]] = {}
+        """By name of a unit, the views that there were when it was released."""
 
     def attach(self, engine: Engine) -> None:
-        self._schedule, self._watch = engine.schedule, engine.context.wire.watch
+        self._schedule, self._wire = engine.schedule, engine.wire
         self._usual = {span: span.references for unit in engine.units for span in unit.spans}
 
     def sharded_read(self, units: Sequence[Unit], func: Any, run: Callable[[], Any]) -> Any:
@@ -55,41 +60,66 @@ class OnDemand(Observer):
         if backward_id() < 0:
             self._drop_unused(units)
         calls: list[tuple[Unit, Calls]] = [(unit, []) for unit in units]
-        known = {}
         found: list[Tensor] = []
-        with self._watch.doing(f"{name}() of a sharded parameter"):
-            for unit, call in calls:
-                self._schedule.begin_use(unit, call)
         try:
-            known = {unit: {span: span.references for span in unit.spans} for unit in units}
+            with self._wire.watch.doing(f"{name}() of a sharded parameter"):
+                for unit, call in calls:
+                    self._schedule.begin_use(unit, call)
             result = run()
             found = tensors_in(result)
             for unit in units:
-                if name in _ADDRESSES or any(_is_view(tensor, unit) for tensor in found):
-                    self._viewed.setdefault(unit, known[unit])
-                    self._schedule.keep(unit, to_step=any(tensor.requires_grad for tensor in found))
+                views = [tensor for tensor in found if _is_view(tensor, unit)]
+                if views or name in _ADDRESSES:
+                    self._keep(unit, views)
             return result
         finally:
             for unit, call in reversed(calls):
                 self._schedule.end_use(unit, call, found or None)
 
-    def _drop_unused(self, used: Sequence[Unit]) -> None:
-        """Release units whose views are gone."""
-        for unit in [unit for unit in self._viewed if unit not in used]:
-            if not self._is_held(unit):
-                self._schedule.release(unit)
+    def _keep(self, unit: Unit, views: Sequence[Tensor]) -> None:
+        has_graph = any(view.requires_grad for view in views)
+        if has_graph or not views:
+            self._untracked.add(unit)
+        self._views.setdefault(unit, []).extend(map(_weak, views if not has_graph else ()))
+        self._schedule.keep(unit, to_step=has_graph)
 
-    def _is_held(self, unit: Unit) -> bool:
-        """Views that were given out since the unit was gathered exist."""
-        return any(span.references > count for span, count in self._viewed[unit].items())
+    def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
+        for tensor in found:  # a forward may return a part of its weight
+            if (
+                tensor._base is not None
+                and isinstance(tensor._base, nn.Parameter)
+                and place_of(tensor._base) is not None
+            ):
+                self._keep(unit, [tensor])
+
+    def data_read(self, param: nn.Parameter, values: Tensor) -> None:
+        place = place_of(param)
+        if place is not None and not place.span.stays and place.unit.is_shown:  # in a forward of the unit
+            self._views.setdefault(place.unit, []).append(_weak(values))
+
+    def _drop_unused(self, used: Sequence[Unit]) -> None:
+        """Release units whose views are gone. The ranks agree on it: garbage is collected when it pleases them."""
+        units = [unit for unit in self._views if unit not in used and unit not in self._untracked]
+        if units:
+            for unit, is_held in zip(
+                units, self._wire.start_maximum([_any_alive(self._views[unit]) for unit in units])()
+            ):
+                if not is_held:
+                    self._schedule.release(unit)
 
     def unit_resharded(self, unit: Unit) -> None:
-        if self._viewed.pop(unit, None) is not None:
-            for span in unit.spans:
-                # Memory that numpy has seen cannot be resized, also when the array is gone.
-                is_fixed = not span.full.untyped_storage().resizable()
-                if not span.stays and (is_fixed or span.references > self._usual[span]):
-                    span.leave_storage()
+        views = self._views.pop(unit, None)
+        if views is None:
+            return
+        self._old[unit.name] = views
+        alive = _any_alive(views)
+        for span in unit.spans:
+            # Memory that numpy has seen cannot be resized, also when the array is gone.
+            is_fixed = not span.full.untyped_storage().resizable()
+            is_seen = unit in self._untracked and span.references > self._usual[span]
+            if not span.stays and (alive or is_fixed or is_seen):
+                span.leave_storage()
+        self._untracked.discard(unit)
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         self._end_views()
@@ -98,20 +128,33 @@ class OnDemand(Observer):
         self._end_views()
 
     def _end_views(self) -> None:
-        viewed = [unit for unit in self._viewed if unit.state is State.GATHERED]
-        deadline = time.monotonic() + _COLLECTIVE_S
-        while any(map(self._is_held, viewed)) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        held = [unit for unit in viewed if self._is_held(unit)]
-        for unit in [*self._viewed]:
+        for unit in [*self._views]:
             self._schedule.release(unit)
-        for unit in held:
-            if unit not in self._viewed:
+        if not self._old:
+            return
+        old, self._old = self._old, {}
+        if any(map(_any_alive, old.values())):
+            gc.collect()
+            deadline = time.monotonic() + _COLLECTIVE_S
+            while any(map(_any_alive, old.values())) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        for name, is_held in zip(old, self._wire.start_maximum([_any_alive(views) for views in old.values()])()):
+            if is_held:
                 raise StateError(
-                    f"a view of a parameter of unit {unit.name!r} is still held that was taken between passes (p.data, "
-                    "p.detach(), p[0]). It keeps the values that it has, and would not follow the parameter. Keep a clone() "
-                    "instead, or read inside zero.GatheredParameters"
+                    f"a view of a parameter of unit {name!r} is still held that was taken between passes (p.data, p.detach(), "
+                    "p[0]). It keeps the values that it has, and would not follow the parameter. Keep a clone() instead, or "
+                    "read inside zero.GatheredParameters"
                 )
+
+
+def _weak(tensor: Tensor) -> Any:
+    """A reference to a tensor that knows whether a view of it lives, too."""
+    native: Any = torch._C
+    return native._WeakTensorRef(tensor)
+
+
+def _any_alive(views: Sequence[Any]) -> int:
+    return int(not all(view.expired() for view in views))
 
 
 def _is_view(tensor: Tensor, unit: Unit) -> bool:

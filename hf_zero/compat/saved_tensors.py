@@ -9,7 +9,7 @@ others lose them, for they cost Python work per operation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.observer import Observer
+from ..engine.span import Span
 from ..engine.unit import Unit
 
 _BACKWARDS = 4
@@ -41,16 +42,17 @@ class SavedTensors(Observer):
 
     def attach(self, engine: Engine) -> None:
         self._schedule = engine.schedule
-        self._units: dict[int, weakref.ref[Unit]] = {}
-        """By address of a storage, the unit that has it."""
+        self._spans: dict[int, weakref.ref[Span]] = {}
+        """By address of a storage, the span that has it, or had it: see `_unit_of`."""
         self._left = _BACKWARDS
         self._unannounced: set[Unit] = set()
         self._on: list[Pack | None] = []
 
     def use_begun(self, unit: Unit) -> None:
-        self._on.append(self._push(unit) if self._left or unit in self._unannounced else None)
+        is_watched = torch.is_grad_enabled() and (self._left or unit in self._unannounced)
+        self._on.append(self._push(unit) if is_watched else None)
 
-    def use_ended(self, unit: Unit) -> None:
+    def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
         self._pop()
 
     def _pop(self) -> None:
@@ -73,18 +75,25 @@ class SavedTensors(Observer):
         outer = _hooks._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # it recomputes what is saved, by forwards that have hooks on their outputs
-        self._units |= {span.full.untyped_storage()._cdata: weakref.ref(unit) for span in unit.spans}
+        self._spans |= {span.full.untyped_storage()._cdata: weakref.ref(span) for span in unit.spans}
         pack, unpack = (self._pack, self._unpack) if outer is None else self._around(*outer)
         _hooks._push_saved_tensors_default_hooks(pack, unpack)
         return pack
 
     def _pack(self, tensor: Tensor) -> Saved:
-        unit = self._units.get(_memory(tensor))
+        unit = self._unit_of(tensor)
         if tensor.requires_grad:
             tensor = (
                 tensor.detach()
             )  # an operation's own output would keep the operation, and that the output, for ever
-        return Saved(tensor, unit)
+        return Saved(tensor, None if unit is None else weakref.ref(unit))
+
+    def _unit_of(self, tensor: Tensor) -> Unit | None:
+        memory = _memory(tensor)
+        reference = self._spans.get(memory)
+        span = None if reference is None else reference()
+        # A span may have left its storage, whose address then belongs to any other.
+        return None if span is None or span.full.untyped_storage()._cdata != memory else span.unit
 
     def _unpack(self, saved: Saved) -> Tensor:
         unit = saved.unit() if saved.unit is not None else None
@@ -104,7 +113,7 @@ class SavedTensors(Observer):
         """User code's hooks (`save_on_cpu`) get all tensors but those in a unit's memory."""
 
         def packed(tensor: Tensor) -> Any:
-            return self._pack(tensor) if _memory(tensor) in self._units else (pack(tensor),)
+            return self._pack(tensor) if self._unit_of(tensor) is not None else (pack(tensor),)
 
         def unpacked(saved: Any) -> Tensor:
             return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])

@@ -94,7 +94,7 @@ class Writes(Observer):
         if self._is_readable(span.unit):
             self._find(span.unit)
 
-    def data_read(self, param: Tensor) -> None:
+    def data_read(self, param: Tensor, values: Tensor) -> None:
         place = place_of(param)
         if place is None or not self._is_readable(place.unit):
             return
@@ -107,7 +107,7 @@ class Writes(Observer):
 
     def data_assigned(self, param: Tensor, values: Tensor) -> None:
         place = place_of(param)
-        if place is None:
+        if place is None or place.unit.is_apart:
             return
         span, unit = place.span, place.unit
         # The assigned values replace what was written in place before.

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import StateError
 
@@ -213,6 +212,17 @@ def _view(func: Any, grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[
     return made(out, lambda part: part)
 
 
+def _mapped(value: Any, change: Callable[[Any], Any], kind: type[Tensor]) -> Any:
+    """Nested tuples, lists and dictionaries with `change` made to every `kind` in them."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(each, change, kind) for each in value])
+    if isinstance(value, dict):
+        return {key: _mapped(each, change, kind) for key, each in value.items()}
+    return value
+
+
 def _written(func: Any, name: str, args: tuple[Any, ...]) -> list[DistributedGrad]:
     found: list[Any] = []
     if name.startswith("c10d::"):  # their schemas do not say what they write
@@ -223,7 +233,9 @@ def _written(func: Any, name: str, args: tuple[Any, ...]) -> list[DistributedGra
             for argument, value in zip(func._schema.arguments, args)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    return [each for each in tree_flatten(found)[0] if isinstance(each, DistributedGrad)]
+    grads: list[DistributedGrad] = []
+    _mapped(found, grads.append, DistributedGrad)
+    return grads
 
 
 def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,7 +254,7 @@ def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     written = _written(func, name, args)
     if written and _changes_elements(func, name, args, kwargs, written):
         return written[0] if len(func._schema.returns) == 1 else None
-    out = func(*tree_map_only(DistributedGrad, plain, args), **tree_map_only(DistributedGrad, plain, kwargs))
+    out = func(*_mapped(args, plain, DistributedGrad), **_mapped(kwargs, plain, DistributedGrad))
     if name.startswith("c10d::"):
         (out[-1] if isinstance(out, tuple) else out).wait()  # what arrives later would be lost
     for source in dict.fromkeys(grad.source for grad in written):
@@ -270,7 +282,7 @@ def _changes_elements(
             others[id(value)] = _plain(value).detach()
         return value
 
-    tree_map_only(Tensor, collect, (args, kwargs))
+    _mapped((args, kwargs), collect, Tensor)
     if any(each.dim() and each.shape != target.shape for each in others.values()):
         return False
 
@@ -279,9 +291,11 @@ def _changes_elements(
             if value is target:
                 return elements
             other = others[id(value)]
-            return part(other) if other.dim() else other
+            if other.dim():
+                return part(other)
+            return other.to(elements.device) if elements.device.type == "cpu" else other
 
-        func(*tree_map_only(Tensor, mine, args), **tree_map_only(Tensor, mine, kwargs))
+        func(*_mapped(args, mine, Tensor), **_mapped(kwargs, mine, Tensor))
 
     target.source.change(run)
     return True

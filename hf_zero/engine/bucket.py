@@ -153,7 +153,8 @@ class Bucket:
         self._count_moving(source.nbytes + mean.nbytes)
         if span.layout.shards > 1:
             return wire.reduce(source, mean, span.layout.index, span.layout.cuts), mean, source
-        return wire.average(source, mean, span.layout.index), mean, source
+        # Without padding, as `take_source` may give it on another rank: an all-reduce needs equal lengths.
+        return wire.average(source[: self._used_numel], mean, span.layout.index), mean, source
 
     @torch.no_grad()
     def add(self, mean: Tensor) -> None:

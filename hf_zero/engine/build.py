@@ -80,6 +80,14 @@ def build_units(
             context.wire.watch.units[span.layout.index] = unit.name
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move buffers to where the model computes."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
 def layout_for(drafter: Drafter, specs: list[list[ParamSpec]], shards: int, rank: int) -> Layout:
     return drafter.layout(specs, shards).seen_from(rank)
 

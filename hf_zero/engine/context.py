@@ -39,6 +39,7 @@ class Context:
         flags_mark: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
         failure: set while a step writes; stays set where one was left half done. See `check`.
         is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
+        away: states are in host memory for a while (`Away`).
         has_updated: with `step_in_backward`, units were updated since the last step.
         step_wait_s: how long training has waited for updates by the other thread.
         is_unsharded: inside `Engine.unsharded`.
@@ -61,6 +62,7 @@ class Context:
     flags_mark: int = 0
     failure: str | None = None
     is_stepping: bool = False
+    away: bool = False
     has_updated: bool = False
     step_wait_s: float = 0.0
     is_unsharded: bool = False
@@ -80,8 +82,11 @@ class Context:
     def check(self) -> None:
         """
         Raises:
-            StateError: an optimizer's step was left half done; the values are neither the old ones nor the new ones.
+            StateError: an optimizer's step was left half done; the values are neither the old ones nor the new ones. Or
+                states are in host memory.
         """
+        if self.away:
+            raise StateError("the model's states are in host memory. Call engine.reload_states() first")
         if self.failure is not None:
             raise StateError(
                 f"an optimizer's step stopped half-way ({self.failure}): some values are of the step before, some of this "

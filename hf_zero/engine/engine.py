@@ -20,6 +20,7 @@ from ..core.precision import Precision
 from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.tier import Tier
 from . import weighing
+from .away import STATES, Away
 from .bound import Bound
 from .build import give_back
 from .clipping import clip_norm, clip_value, parts_to_clip
@@ -62,6 +63,7 @@ class Engine:
         self.saves = Saves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
+        self._away = Away(context, bindings)
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], None]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -329,6 +331,8 @@ class Engine:
                 f"{what}: step_in_backward updates parameters before all gradients are there, and keeps none. Set it to "
                 "False, or do not clip (max_grad_norm=0 in TrainingArguments)"
             )
+        if self.context.away:
+            self.context.check()
         self.schedule.flush()
         self.wait_for_steps()
         for event in self.events.before_gradients:
@@ -351,6 +355,8 @@ class Engine:
         if backward_id() >= 0:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
+        self.wait_for_steps()
+        self._bound.follow_writes()  # inside, nothing is sent
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         for event in self.events.before_unsharded:
             event()
@@ -362,6 +368,41 @@ class Engine:
         finally:
             context.is_unsharded, self.hold = False, None
             hold.end(hold.written())
+
+    # Away -------------------------------------------------------------------------------------------------------------
+
+    def offload_states(self, include: Iterable[str] = STATES) -> None:
+        """Move what is stored on the device to host memory, until `reload_states`. Call it on every rank.
+
+        It makes room for other programs that share the device. Nothing can be computed or saved meanwhile.
+
+        Args:
+            include: of `parameters`, `gradients` and `optimizer` (masters and states, with their gradients).
+
+        Raises:
+            ConfigError: another name.
+            StateError: states are in host memory already.
+
+        Example:
+            >>> engine.offload_states()
+            >>> generate_with_another_engine()
+            >>> engine.reload_states()
+        """
+        self.context.refuse_unsharded("offload_states")
+        with self._wire.watch.doing("Engine.offload_states"):
+            if not self.context.away:
+                self.schedule.flush()
+                self.quiesce()
+            self._away.leave(include)
+
+    def reload_states(self) -> None:
+        """Move everything back, the same to the bit. A collective where the stage keeps full parameters.
+
+        Raises:
+            StateError: nothing is away.
+        """
+        with self._wire.watch.doing("Engine.reload_states"):
+            self._away.come_back()
 
     # Values from outside ----------------------------------------------------------------------------------------------
 
@@ -481,6 +522,8 @@ class Engine:
             CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
         """
         self.context.refuse_unsharded("Engine.load")
+        if self.context.away:
+            self.context.check()
         self.schedule.quiesce()
         with suppress(ZeroError):  # a step that failed: everything is written again
             self.wait_for_steps()

@@ -23,7 +23,9 @@ from .span import Span
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 Source = tuple[str, Any]
-"""What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name)."""
+"""What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name).
+
+A group without segments on this rank has an empty tensor, so that every rank sees its group moved."""
 Held = tuple[list[Source], list[str]]
 """Sources of one group in their order, and names of the parameters that have elements in its segments here."""
 
@@ -120,12 +122,11 @@ def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> l
 
 
 def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[Held]:
-    segments: dict[int, tuple[int, int, Segment]] = {
-        id(segment.tensor): (number, at, segment)
-        for number, binding in enumerate(bindings)
-        for at, group in enumerate(binding.segments)
-        for segment in group
-    }
+    segments: dict[int, tuple[int, int, Segment | None]] = {}
+    for number, binding in enumerate(bindings):
+        for before, group_segments in enumerate(binding.segments):
+            segments |= {id(each.tensor): (number, before, each) for each in group_segments}
+            segments[id(binding.empty_of(before))] = number, before, None
     out: list[Held] = []
     for at, group in enumerate(optimizer.param_groups):
         sources: dict[Source, None] = {}
@@ -135,7 +136,8 @@ def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: 
             if found is not None:
                 number, group_before, segment = found
                 sources["segments", (number, group_before)] = None
-                members += [segment.span.name_of(index) for index in segment.members]
+                if segment is not None:
+                    members += [segment.span.name_of(index) for index in segment.members]
             elif tensor in names:
                 sources["parameter", names[tensor][0]] = None
             else:
@@ -214,9 +216,10 @@ def _foreign(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor)
 
 def _follow_names(binding: Binding, groups: Groups, names: Names) -> None:
     """`param_names` follow parameters that have moved between groups."""
-    known: dict[nn.Parameter, str] = {}
-    for group, params in zip(binding.optimizer.param_groups, binding.originals):
-        known |= dict(zip(params, group.get("param_names", ())))
+    known = binding.param_names
+    for group in binding.optimizer.param_groups:  # of parameters that have joined
+        pairs = zip(group["params"], group.get("param_names", ()))
+        known |= {param: name for param, name in pairs if param in names}
     if binding.originals is not groups:
         for group, params in zip(binding.optimizer.param_groups, groups):
             if "param_names" in group:

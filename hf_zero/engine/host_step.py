@@ -40,7 +40,8 @@ class UnitStep:
 
     pieces: list[Piece]
     twin: Twin
-    optimizer: torch.optim.Optimizer
+    states: dict[Any, dict[str, Any]]
+    """The optimizer's when the step began: user code may give it another dictionary."""
     after: Any
     """A point in the device's work: full parameters and copies may be written after it."""
     arrivals: list[Callable[[], None]]
@@ -170,7 +171,7 @@ class Stepper:
         if not pieces:
             return
         unit.wait_for_step()
-        step = UnitStep(pieces, twin, binding.optimizer, after, arrivals)
+        step = UnitStep(pieces, twin, binding.optimizer.state, after, arrivals)
         unit.step = step
         self._is_running = True
         for piece in pieces:
@@ -260,9 +261,7 @@ class Stepper:
     @staticmethod
     def _keep_state(step: UnitStep, piece: Piece, entries: dict[str, Any]) -> None:
         if entries:
-            dict.setdefault(step.optimizer.state, piece.segment.tensor, {}).update(
-                entries
-            )  # past the guard, which waits
+            dict.setdefault(step.states, piece.segment.tensor, {}).update(entries)  # past the guard, which waits
 
     def _update(
         self,

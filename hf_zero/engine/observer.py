@@ -64,7 +64,8 @@ class Observer:
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
-        `use_begun(unit)`, `use_ended(unit)`: around code that builds a graph over parameters that are released afterwards.
+        `use_begun(unit)`, `use_ended(unit, found)`: around the forward of a host, or one operation, after which parameters may
+            be released. `found`: the tensors in its output.
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
@@ -75,7 +76,7 @@ class Observer:
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
             forwards. It gathers the units, and returns the value of `run()`, which calls the function.
-        `data_read(param)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
+        `data_read(param, values)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
         `requires_grad_set(param)`: user code froze it, or lets it train again.
         `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.

@@ -7,41 +7,23 @@ optimizer keep working. Full-matrix optimizers get one segment of true shape for
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import StateError
 from ..tiers.tier import Tier
 from .context import Context
 from .optimizer_kinds import Kind, moves_without_gradient
 from .optimizer_state import elementwise_of, put_states
 from .optimizer_trials import inner_optimizers
-from .parameter import place_of
 from .segment_states import SegmentStates
 from .segments import Segment, runs_of, split
 from .span import Span
 
 Groups = list[list[nn.Parameter]]
 """By optimizer group, the model's parameters."""
-
-
-class OptimizerState(defaultdict[Any, dict[str, Any]]):
-    """`optimizer.state`, by what the groups hold. Asking for one of the model's parameters raises `StateError`."""
-
-    def __init__(self, entries: Mapping[Any, dict[str, Any]] | None = None) -> None:
-        super().__init__(dict, entries or {})
-
-    def __missing__(self, key: Any) -> dict[str, Any]:
-        place = place_of(key) if isinstance(key, torch.Tensor) else None
-        if place is not None:
-            raise StateError(
-                f"optimizer.state was asked for parameter {place.span.name_of(place.index)!r}, and has state of what the "
-                "optimizer's groups hold: parts of parameters. Use zero.full_optimizer_state(param, name)"
-            )
-        return super().__missing__(key)
 
 
 class Binding:
@@ -55,6 +37,7 @@ class Binding:
     Attributes:
         segments: by group, what the group holds.
         moves_all: its step changes parameters without a gradient, too.
+        param_names: names that user code gave parameters in `group["param_names"]`.
     """
 
     def __init__(
@@ -70,7 +53,10 @@ class Binding:
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
-        self._shown: list[tuple[dict[str, Any], list[int]]] = []
+        self._shown: list[list[int]] = []
+        self.param_names: dict[nn.Parameter, str] = {}
+        for group, params in zip(optimizer.param_groups, originals):
+            self.param_names |= dict(zip(params, group.get("param_names", ())))
         self._empty: dict[int, nn.Parameter] = {}
 
     @property
@@ -82,7 +68,7 @@ class Binding:
         groups = self.optimizer.param_groups
         for number, (group, mine) in enumerate(zip(groups, self.segments)):
             group["params"] = [segment.tensor for segment in mine] or [self.empty_of(number)]
-        self._shown = [(group, list(map(id, group["params"]))) for group in groups]
+        self._shown = [list(map(id, group["params"])) for group in groups]
 
     def hide_offloaded(self) -> None:
         """In the optimizer's own step, the groups are without segments that are not on the device."""
@@ -93,12 +79,7 @@ class Binding:
     def is_current(self) -> bool:
         """The groups hold what `show_segments` has put there."""
         groups = self.optimizer.param_groups
-        if len(groups) != len(self._shown):
-            return False
-        for group, (shown, ids) in zip(groups, self._shown):
-            if list(map(id, group["params"])) != ids or (group is not shown and not ids):
-                return False
-        return True
+        return [list(map(id, group["params"])) for group in groups] == self._shown
 
     def settle_memory(self) -> None:
         """After a step: tensors that the optimizer has given other memory are views of the master again."""
@@ -160,7 +141,8 @@ class Binding:
             new.show_grad()
         for inner in inner_optimizers(self.optimizer).values():
             entries = inner.state.pop(segment.tensor, {})
-            inner.state.update({new.tensor: part for new, part in split(segment, runs, entries)} if entries else {})
+            for (new, _), (_, part) in zip(pieces, split(segment, runs, entries)) if entries else ():
+                inner.state[new.tensor] = part
         return [new for new, _ in pieces]
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -175,7 +157,7 @@ class Binding:
         before: Any = self.optimizer.state
         known = {param for params in self.originals for param in params}
         saved = {param: entries for param, entries in before.items() if param in known}
-        self.optimizer.state = OptimizerState({key: each for key, each in before.items() if key not in known})
+        self.optimizer.state = defaultdict(dict, {key: each for key, each in before.items() if key not in known})
         for span in self.spans:
             put_states(self, span, saved, elementwise_of(self, saved))
 

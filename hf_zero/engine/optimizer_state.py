@@ -87,13 +87,26 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
             raise CheckpointError(f"rank {rank}: {theirs}") from failure
     spans = {span.layout.index: span for span in binding.spans}
     out: dict[str, ParameterState] = {}
-    for _, segments in everyone:
+    for rank, (_, segments) in enumerate(everyone):
         for number, members, arrays, single in segments:
-            for index in members if arrays or single else ():
+            for index in members:
                 spec = spans[number].layout.slots[index].spec
                 shapes = {name: (dtype, shape or spec.shape) for name, (dtype, shape) in arrays.items()}
-                out.setdefault(spec.name, ParameterState(spec.shape, shapes, single))
-    return out
+                found = ParameterState(spec.shape, shapes, single)
+                if mark_of(out.setdefault(spec.name, found)) != mark_of(found):
+                    raise CheckpointError(
+                        f"optimizer state of {spec.name!r}: rank {rank} has {sorted({*shapes, *single})}, an earlier rank "
+                        "has others or other step counts: not every rank has made the same steps"
+                    )
+    return {name: one for name, one in out.items() if one.arrays or one.scalars}
+
+
+def mark_of(state: ParameterState | None) -> object:
+    """Parameters with the same mark may share a segment: they have the same states, and the same single values."""
+    if state is None:
+        return None
+    arrays = sorted((name, dtype) for name, (dtype, _) in state.arrays.items())
+    return arrays, sorted((name, as_text(value)) for name, value in state.scalars.items())
 
 
 def _described(binding: Binding, segment: Segment) -> Described:

@@ -105,7 +105,7 @@ class ShardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         values = raw_data(self)
         for event in self._zero_place.span.events.data_read:
-            event(self)
+            event(self, values)
         return values
 
     @data.setter
@@ -148,7 +148,7 @@ class ShardedParameter(nn.Parameter):
         if id(self) not in memo:
             copied = self._zero_place.span.events.param_copied
             values = copied[0](self) if copied else self.detach().clone()
-            memo[id(self)] = original_class(self)(values, requires_grad=self.requires_grad)
+            memo[id(self)] = Tensor._make_subclass(original_class(self), values, self.requires_grad)
         found: nn.Parameter = memo[id(self)]
         return found
 
@@ -164,10 +164,12 @@ class ShardedParameter(nn.Parameter):
 
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
-    """The readable and the released class for parameters that were of class `kind`."""
-    readable = (
-        ShardedParameter if kind is nn.Parameter else type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
-    )
+    """The readable and the released class for parameters that were of class `kind`.
+
+    Subclasses keep their name: libraries that quantize recognise theirs by it.
+    """
+    name: str = "ShardedParameter" if kind is nn.Parameter else kind.__name__
+    readable = ShardedParameter if kind is nn.Parameter else type(name, (ShardedParameter, kind), {})
 
     def __torch_function__(
         cls: type[Any], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -178,7 +180,7 @@ def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
             return func(*args, **(kwargs or {}))
 
     body = {"__torch_function__": classmethod(__torch_function__), "__module__": __name__, "_zero_released": True}
-    released = type(f"Released{kind.__name__}", (readable,), body)
+    released = type(name, (readable,), body)
     return readable, released
 
 
@@ -254,7 +256,8 @@ def adopt(param: nn.Parameter, place: Place) -> None:
 
 def original_class(param: nn.Parameter) -> type[Any]:
     """Return the class that a parameter had before it was sharded."""
-    kind: type[Any] = param.__dict__.get("_zero_class", type(param))
+    created = nn.Parameter if source_of(param) is not None else type(param)
+    kind: type[Any] = param.__dict__.get("_zero_class", created)
     return kind
 
 

@@ -16,7 +16,7 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..tiers.array import Values, flat_of
 from .optimizer import Binding
-from .optimizer_state import arrays_of, as_text, describe, new_room, segments_of, single_value
+from .optimizer_state import arrays_of, describe, mark_of, new_room, segments_of, single_value
 from .optimizer_trial import options_added, refusal_of, states_of
 from .parameter import place_of
 from .segments import Segment
@@ -157,7 +157,7 @@ class OptimizerPieces:
         for span in self._binding.spans:
             parts = list(span.layout.overlaps(span.rank))
             states = [saved.get(slot.spec.name) for slot in span.layout.slots]
-            marks = [_mark(each) for each in states]
+            marks = [mark_of(each) for each in states]
             for segment in segments_of(self._binding, span):
                 for each in self._binding.divide(segment, marks.__getitem__):
                     out += self._room_of(each, states[each.members[0]], list(_in_segment(parts, each)))
@@ -207,11 +207,3 @@ def _in_segment(parts: Iterable[Extent[Slot]], segment: Segment) -> Iterator[Ext
         piece = part.cut(segment.start, segment.stop)
         if piece is not None:
             yield piece.moved(-segment.start)
-
-
-def _mark(saved: ParameterState | None) -> object:
-    """Parameters with the same mark may share a segment."""
-    if saved is None:
-        return None
-    arrays = sorted((name, dtype) for name, (dtype, _) in saved.arrays.items())
-    return arrays, sorted((name, as_text(value)) for name, value in saved.scalars.items())

@@ -173,12 +173,14 @@ class Schedule:
         if not in_backward and self._depth:
             self._order.append(unit)
         use = None
-        if torch.is_grad_enabled() and (self.frees or unit.trained):
+        # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
+        has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
+        if has_graph and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
             use = Use(unit, -1) if in_backward else self.tape.open(unit)
-            if self.frees:
-                for event in self.events.use_begun:
-                    event(unit)
+        if self.frees:
+            for event in self.events.use_begun:
+                event(unit)
         calls.append((use, next_sequence_number()))
 
     def _prefetch(self, unit: Unit) -> None:
@@ -197,12 +199,12 @@ class Schedule:
         use, first = calls.pop()
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
+        found = tensors_in(output) if self.frees or use is not None else []
+        if self.frees:
+            for event in self.events.use_ended:
+                event(unit, found)
         if use is not None:
-            if self.frees:
-                for event in self.events.use_ended:
-                    event(unit)
             token = Token(use) if in_backward else self.tape.close(use)
-            found = tensors_in(output)
             nodes = nodes_of(found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
@@ -409,9 +411,12 @@ class Schedule:
             if use.is_listed:
                 self._finish_use(use)
         self._entered = []
-        if not self._keeps_graph:
-            self._kept.intersection_update(self._kept_to_step)
-            self._release_prefetched()
+        if self._keeps_graph and self.frees:
+            for unit in self.units:
+                if unit.state is State.GATHERED:  # the new graph has views of it
+                    self.keep(unit, to_step=True)
+        self._kept.intersection_update(self._kept_to_step)
+        self._release_prefetched()
         self._finish()
 
     def _finish(self) -> None:
@@ -459,10 +464,7 @@ class Schedule:
         """The optimizer has used the gradients."""
         self._has_run_backward = False
         self.tape.clear()
-        if self._keeps_graph:
-            self._keeps_graph = False
-            self._kept.clear()
-            self._release_prefetched()
+        self._keeps_graph = False
 
     def quiesce(self) -> None:
         """Nothing is gathered that the stage releases, and nothing is under way."""
@@ -481,7 +483,10 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = "a backward of this step raised: its gradients are gone, and those of earlier backwards of the step with them"
+            self.lost = (
+                "a backward of this step raised: its gradients are gone, "
+                "and those of earlier backwards of the step with them"
+            )
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None

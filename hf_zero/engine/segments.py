@@ -57,6 +57,15 @@ class SegmentTensor(nn.Parameter):
     def data(self, values: Tensor) -> None:
         set_raw_data(self, values)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
 
 class OffloadedSegmentTensor(SegmentTensor):
     """As `SegmentTensor`, of a master in host memory, whose update may be under way, or on disk, which has no values here."""
@@ -190,7 +199,13 @@ class Segment:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         grad = self.span.bucket.grad
         is_hidden = self.span.context.is_stepping and self.span.tier is not Tier.DEVICE
-        if not self.has_grad or not isinstance(grad, Tensor) or isinstance(self.span.master, OnDisk) or is_hidden:
+        if (
+            self.span.context.away
+            or not self.has_grad
+            or not isinstance(grad, Tensor)
+            or isinstance(self.span.master, OnDisk)
+            or is_hidden
+        ):
             set_raw_grad(self.tensor, None)
             return
         set_raw_grad(self.tensor, grad[self.start : self.stop].view(self.tensor.shape))

@@ -12,6 +12,7 @@ from ..comm import agree
 from ..comm.codec import CODECS
 from ..comm.group_wire import open_wire
 from ..comm.hybrid import in_replicas
+from ..comm.wire import SoloWire
 from ..config import STAGES, ZeroConfig
 from ..core.precision import Precision
 from ..errors import ConfigError, RankMismatchError, TierError
@@ -22,7 +23,7 @@ from ..plan.solve import PlanInputs
 from ..tiers.fingerprint import fingerprint
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .build import build_units, device_of, layout_for, specs_of
+from .build import build_units, device_of, layout_for, move_buffers, specs_of
 from .context import Context
 from .engine import Engine
 from .groups import bind, originals_of
@@ -106,7 +107,7 @@ def shard(
     layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
-    made = plan(PlanInputs(layout, Machine(), config, wire.size, precision))
+    made = plan(PlanInputs(layout, Machine(), config, wire.size, precision, in_files=_in_files(drafter, wire)))
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
@@ -114,7 +115,15 @@ def shard(
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers))
         build_units(context, drafter, specs, made.placements)
+    move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
+
+
+def _in_files(drafter: Drafter, wire: SoloWire) -> frozenset[str]:
+    """Parameters whose values are in files on every rank. A collective where some were created without values."""
+    sources = {names[0]: each for param, names in drafter.names.items() if (each := source_of(param)) is not None}
+    mine = frozenset(name for name, source in sources.items() if source.files is not None)
+    return mine.intersection(*wire.exchange(mine)) if sources else mine
 
 
 def _on_disk(placement: Placement) -> bool:

@@ -87,18 +87,20 @@ class Span:
         low, high = layout.bounds(self.rank)
         files = self._files_of(params)
         exact = torch.empty(layout.numel, dtype=self.master_dtype, device=self.device)
+        reads = files is None or self.stays
         for slot, param in zip(layout.slots, params):
             view, source = exact[slot.offset : slot.stop].view(slot.spec.shape), source_of(param)
             if source is None:
                 view.copy_(param.detach())
             else:
-                source.fill(param, view, exact[slot.offset :])
+                if reads:
+                    source.fill(param, view, exact[slot.offset :])
                 source.end(param)
         exact[layout.used_numel :].zero_()
         self.full = exact if self.compute_dtype == self.master_dtype else exact.to(self.compute_dtype)
         self.local, self.local_numel = self.full[low:high], high - low
         self.master: Values = self._new_master(exact[low:high]) if files is None else files
-        self.copy: Values | None = self._new_copy()
+        self.copy: Values | None = self._new_copy() if reads else files
         if self.codec is not None and self.stays:
             for rank in range(layout.shards):  # as after every gather from now on
                 begin, end = layout.bounds(rank)
@@ -182,7 +184,7 @@ class Span:
     def load_local(self) -> Inflight:
         """Start to fill `local` from the master, or from its copy."""
         source = self.master if self.copy is None else self.copy
-        if self._usual is not None:
+        if self._usual is not None or (source is self.master and self.compute_dtype != self.master_dtype):
             return self._load_master()
         if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values
             return DONE
@@ -220,6 +222,21 @@ class Span:
             self._storage.resize_(0)
             self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
             self._gathered_bytes = 0
+
+    def drop(self) -> None:
+        """Free the memory of `full` where it stays. `restore` gives it back; the values are undefined then."""
+        if self.has_outside_views or not self._storage.resizable():
+            self.leave_storage()
+        self._storage.resize_(0)
+
+    def restore(self) -> None:
+        self._storage.resize_(self.full_bytes)
+
+    def use_master(self, values: Tensor) -> None:
+        """The master is in other memory from now on."""
+        self.master = values
+        for segment in self.segments:
+            segment.rest_on(values)
 
     # Masters in another buffer ----------------------------------------------------------------------------------------
 
@@ -273,7 +290,11 @@ class Span:
     def _load_master(self) -> Inflight:
         if self.tier is not Tier.DEVICE and self.master_dtype == self.local.dtype:
             return self.context.storage_tier(self.tier).load(self.master, self.local)
-        self.local.copy_(fetch(self.master))
+        if isinstance(
+            self.master, OnDisk
+        ):  # read when waited for: a rank whose file fails still takes part in the gather
+            return Inflight(finish=partial(self.master.read_into, self.local))  # type: ignore[arg-type]
+        self.local.copy_(self.master)
         return DONE
 
     @torch.no_grad()
@@ -366,6 +387,9 @@ class Span:
         """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
         if self.unit.state.name == "GATHERING":
             self.unit.wait()
+        if self.unit.is_apart:
+            self.views[index].copy_(values)
+            return
         if self.is_readable and self.has_outside_views:
             self.leave_storage()  # what user code has read keeps its values, and `values` may be a part of it
         put(self, index, values)

@@ -136,6 +136,11 @@ class Unit:
             self.is_shown = False
             set_released(self.params, True)
 
+    def hide_all(self) -> None:
+        """The full parameters have no memory, though the stage keeps them."""
+        self.is_shown = False
+        set_released(self.params, True)
+
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
         if self.state is State.SHARDED or not self.context.frees or self.is_held:

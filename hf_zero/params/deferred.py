@@ -81,6 +81,8 @@ class Deferred:
         self.print: int | None = None
         self.is_used, self.is_compared, self.pins = False, True, 0
         self.session: object = None
+        self._kind: tuple[torch.Size, torch.dtype] | None = None  # what it was closed as before it is open
+        self._may_fail = origin is not None or store is not None  # to be read; the same on every rank
         self._stored: DiskArray | None = None
         self._strides: tuple[int, ...] | None = None  # of a parameter that is not row-major
         self._alias: Tensor | None = None
@@ -126,9 +128,8 @@ class Deferred:
         """
         wire, numel = self.wire, torch.Size(shape).numel()
         per_rank = -(-numel // wire.size)
-        may_fail = wire.size > 1 and (self.origin is not None or self._store is not None)
         with _plain():
-            own = read(wire, self.values, may_fail=may_fail)
+            own = read(wire, self.values, may_fail=self._may_fail and wire.size > 1)
             if room is None or room.dtype != own.dtype or room.numel() < per_rank * wire.size:
                 room = torch.empty(per_rank * wire.size, dtype=own.dtype, device=self.device)
             if wire.size == 1:
@@ -192,7 +193,7 @@ class Deferred:
             param.__class__ = nn.Parameter
             param.data = whole
             copy_deferred(param)
-        self._alias, self.is_open = None, True
+        self._alias, self.is_open, self._kind = None, True, (shape, dtype)
 
     @torch.no_grad()
     def close(self, param: nn.Parameter, *, keep: bool = True) -> None:
@@ -213,7 +214,8 @@ class Deferred:
                 )
                 self.device = whole.device
             self.is_open = False
-            show_closed(param, whole.shape, whole.dtype, self.device)
+            shape, dtype = (whole.shape, whole.dtype) if keep or self._kind is None else self._kind
+            show_closed(param, shape, dtype, self.device)
             shares = self.wire.size > 1 or isinstance(self.own, OnDisk)
             if keep and shares and _holders(whole) > 1:
                 self._alias = whole
@@ -288,6 +290,7 @@ class Deferred:
         self.follow(param)
         own = None if self.at_rest else self.slice_of(param).clone()
         made = Deferred(self.wire, own, device=self.device, origin=self.origin, store=self._store)
+        made._may_fail = self._may_fail
         made.label, made.is_used, made.print = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.print
         return closed(made, param.shape, param.dtype, param.requires_grad)
 

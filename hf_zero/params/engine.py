@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..compat.compiling import Compile, Compiling
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
+from ..errors import StateError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
@@ -66,6 +67,13 @@ class Engine(core.Engine):
     def is_compiled(self) -> bool:
         """Whether blocks of the model are compiled."""
         return bool(self.observer(Compiling).compiled)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "an Engine cannot be copied or pickled: it holds what this process shares with the other ranks. Copy the model "
+            "instead (copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or "
+            "torch.save(model.state_dict())"
+        )
 
     @property
     def plan(self) -> Plan:

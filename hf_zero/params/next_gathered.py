@@ -131,6 +131,11 @@ class _Group:
         if modifier is None and self.is_free:
             return
         with self.wire.watch.doing("GatheredParameters"):
+            for rank, reason in enumerate(self.wire.exchange(self.check_shapes())):
+                if reason and (modifier is None or rank == modifier):
+                    raise StateError(
+                        f"{reason} inside GatheredParameters on rank {rank}; the edit is discarded: edit values in place only"
+                    )
             edited = [now != before for now, before in zip(self._fingerprints(), self._prints)]
             everyone: list[list[bool]] = self.wire.exchange(edited)
             for rank, theirs in enumerate(everyone):
@@ -145,6 +150,9 @@ class _Group:
                     if self.wire.size > 1:
                         self.wire.broadcast(values.view(-1).view(torch.uint8), modifier)
                     self.keep(number, values)
+
+    def check_shapes(self) -> str:
+        return ""  # a sharded parameter keeps its shape
 
     # By kind ----------------------------------------------------------------------------------------------------------
 
@@ -216,22 +224,34 @@ class _Created(_Group):
         self._sources: list[Deferred] = [each for param in params if (each := deferred_of(param)) is not None]
         self.wire = max((each.wire for each in self._sources), key=lambda wire: wire.size)
         self._pinned: dict[int, Deferred] = {}
+        self._kinds = [(param.shape, param.dtype) for param in params]
 
     def gather(self) -> None:
         for number, (param, deferred) in enumerate(zip(self.params, self._sources)):
             deferred.close(param)  # the values to come back to, if it is open just now
             deferred.open(param)
+            if deferred.wire.size == 1:
+                param.data = param.data.clone()  # the values to come back to are its memory
             deferred.pins += 1
             self._pinned[number] = deferred
 
     def full(self, number: int) -> Tensor:
-        return self.params[number].detach()
+        values, (shape, dtype) = self.params[number].data, self._kinds[number]
+        is_same = values.shape == shape and values.dtype == dtype
+        return values if is_same else torch.empty(shape, dtype=dtype, device=values.device)
+
+    def check_shapes(self) -> str:
+        """Which parameter has values of another shape or dtype now; empty if none has."""
+        for number, (param, kind) in enumerate(zip(self.params, self._kinds)):
+            if (param.shape, param.dtype) != kind:
+                return f"{self.name(number)} has another shape or dtype: {param.dtype} {tuple(param.shape)}"
+        return ""
 
     def name(self, number: int) -> str:
         return f"a parameter of shape {tuple(self.params[number].shape)}"
 
     def keep(self, number: int, values: Tensor) -> None:
-        self.params[number].data.copy_(values)
+        self.params[number].data = values
         deferred = self._pinned.pop(number)
         deferred.pins -= 1
         deferred.close(self.params[number])

@@ -91,11 +91,34 @@ def test_held_views_are_snapshots(two: RankPool) -> None:
         assert ["still held" in text for text in found] == [True, True, False, True]
 
 
+class Keeps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.weight.data[0]
+        return super().forward(x)
+
+
+def held_in_a_forward(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Keeps(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = model[0].weight.detach()[0].clone()
+    shard(model, optimizer, ZeroConfig(stage=3, stall_s=20.0))
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    assert torch.equal(model[0].kept, expected)
+    with pytest.raises(StateError, match="still held"):
+        optimizer.step()
+
+
+def test_data_that_outlives_its_forward_is_a_snapshot(two: RankPool) -> None:
+    two.run(held_in_a_forward)
+
+
 def copies(rank: int, world: int) -> None:
     model, optimizer, engine = sharded()
     whole = copy.deepcopy(model)
     alone = copy.deepcopy(model[2].weight)
-    assert type(alone) is nn.Parameter and alone.dtype == torch.float32
+    assert type(alone) is nn.Parameter
+    assert alone.dtype == torch.float32
     assert torch.equal(alone, whole[2].weight)  # the master's values, which forwards round
     step(model, optimizer)
     assert not torch.equal(copy.deepcopy(model)[2].weight, whole[2].weight)
@@ -108,6 +131,84 @@ def copies(rank: int, world: int) -> None:
 
 def test_copies_are_plain_and_pickles_are_refused(two: RankPool) -> None:
     two.run(copies)
+
+
+class Positions(nn.Linear):
+    """Returns a part of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[: len(x)]
+
+
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.positions(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x * part
+
+
+def weights_returned(rank: int, world: int) -> float:
+    torch.manual_seed(0)
+    model = Positioned()
+    plain = copy.deepcopy(model)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, plain)]
+    engine = shard(*pairs[0], ZeroConfig(stage=3, stall_s=20.0))
+    for _ in range(3):
+        for each, optimizer in pairs:
+            step(each, optimizer)
+        with torch.no_grad():
+            assert torch.allclose(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)), atol=1e-6)
+    assert gathered(engine) <= 2
+    engine.detach()
+    return max((mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), plain.parameters()))
+
+
+def test_a_forward_returns_a_part_of_its_weight(two: RankPool) -> None:
+    for apart in two.run(weights_returned):
+        assert apart < 1e-5
+
+
+class Merges(nn.Linear):
+    """Registers its frozen weight again in every forward, as PEFT's LoRA on attention does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        merged = self.weight.data + 1.0
+        del self.weight
+        self.weight = nn.Parameter(merged, requires_grad=False)
+        y = super().forward(x)
+        self.weight = nn.Parameter(self.weight.data - 1.0, requires_grad=False)
+        return y
+
+
+def registered_again(rank: int, world: int, stage: int) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Merges(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    pairs = [
+        (each, torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)) for each in (model, plain)
+    ]
+    engine = shard(*pairs[0], ZeroConfig(stage=stage, stall_s=20.0))
+    known = model[1].weight
+    for _ in range(3):
+        for each, optimizer in pairs:
+            step(each, optimizer)
+    assert model[1].weight is known
+    assert gathered(engine) == 0 or stage < 3
+    engine.detach()
+    return max((mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_are_registered_again(two: RankPool, stage: int) -> None:
+    for apart in two.run(registered_again, stage):
+        assert apart < 1e-5
 
 
 class Inner(nn.Module):

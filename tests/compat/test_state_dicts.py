@@ -37,7 +37,9 @@ def user_code(rank: int, world: int, stage: int, precision: str) -> None:
     plain, model = build(), build()
     sums: list[float] = []
     for each in (plain, model):
-        each[0].register_state_dict_post_hook(lambda _, state, prefix, __: sums.append(float(state[prefix + "weight"].sum())))
+        each[0].register_state_dict_post_hook(
+            lambda _, state, prefix, __: sums.append(float(state[prefix + "weight"].sum()))
+        )
     shard(model, None, ZeroConfig(stage=stage, stall_s=20), mixed_precision=precision)
     expected, found = plain.state_dict(), model.state_dict()
     assert list(expected) == list(found)

@@ -76,7 +76,11 @@ def _refused_edits(run: Run, model: Any, name: str) -> None:
         raise ZeroDivisionError("of the loop")
 
     run.refuses(zero.StateError, rf"{name}.* was edited .* on rank {last}", lambda: _edit(run, both, None, add))
-    run.refuses(zero.ZeroError, "edit values in place only|keeps its shape", lambda: _edit(run, both, 0, replace))
+    run.refuses(
+        zero.ZeroError,
+        "edit values in place only|keeps its shape|has another shape",
+        lambda: _edit(run, both, 0, replace),
+    )
     run.refuses(ZeroDivisionError, "of the loop", lambda: _edit(run, both, 0, fail))
     run.refuses(zero.ConfigError, "modifier_rank must be", lambda: _edit(run, both, run.world, lambda: None))
     if not run.is_plain and run.rank != last:  # the edits of other ranks do not count

@@ -339,14 +339,14 @@ def steps_and_backwards_that_raise(run: Run) -> None:
 
     run.refuses(RuntimeError, "in the middle", raise_in_backward)
     for optimizer in optimizers:
-        run.refuses(zero.StateError, "its gradients are gone.*zero_grad", optimizer.step)
+        run.refuses(zero.StateError, "gone.*zero_grad", optimizer.step)
     for optimizer in optimizers:
         optimizer.zero_grad()
     in_turn(run, model, optimizers, 20)
     run.save(model)
     run.refuses(ValueError, "half done", raise_in_step)
     for optimizer in optimizers:  # both: the weights are not of one step
-        run.refuses(zero.StateError, "broke off half done", optimizer.step)
+        run.refuses(zero.StateError, "broke off half done|stopped half-way", optimizer.step)
     second.at = ""
     run.load(model)
     model.zero_grad()

@@ -1,0 +1,134 @@
+"""Device memory lent to other programs for a while: what is stored on the device goes to host memory, and comes back.
+
+Spans, segments and the optimizer's tensors stay the same objects. Only their memory is another, so what is moved can be read
+meanwhile. All that computes with it raises until it is back (`Context.away`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, StateError
+from ..tiers.array import Values
+from ..tiers.host import empty_cache
+from ..tiers.tier import Tier
+from .context import Context
+from .optimizer import Binding
+from .span import Span
+from .unit import State
+
+STATES = ("parameters", "gradients", "optimizer")
+"""What `Engine.offload_states` moves."""
+
+
+class Away:
+    """Moves states of one model. Nothing is gathered that the stage releases, and nothing is under way."""
+
+    def __init__(self, context: Context, bindings: Sequence[Binding]) -> None:
+        self._context, self._bindings = context, bindings
+        self._states: list[Tensor] = []
+        self._masters: list[tuple[Span, bool]] = []  # and whether it was the memory of `local`
+        self._copies: list[Span] = []
+        self._full: list[Span] = []
+        self._gradients: list[Span] = []
+
+    @torch.no_grad()
+    def leave(self, include: Iterable[str]) -> None:
+        """Move these states to host memory.
+
+        Raises:
+            ConfigError: another name than those of `STATES`.
+            StateError: states are in host memory already.
+        """
+        names = set(include)
+        if not names <= set(STATES):
+            raise ConfigError(
+                f"offload_states: expected names of {', '.join(STATES)}, found {sorted(names - set(STATES))}"
+            )
+        if self._context.away:
+            raise StateError("offload_states: states are in host memory already. Call reload_states() first")
+        self._context.away = True
+        for unit in self._context.units:
+            for span in unit.spans:
+                self._leave(span, names)
+            if "parameters" in names and any(span.stays for span in unit.spans):
+                unit.state = State.SHARDED
+                unit.hide_all()
+                for span in unit.spans:
+                    if span.stays:
+                        span.drop()
+                        self._full.append(span)
+        if "optimizer" in names:
+            for binding in self._bindings:
+                for entries in dict.values(binding.optimizer.state):
+                    for value in entries.values():
+                        if isinstance(value, Tensor) and value.device == self._context.device:
+                            value.data = value.to("cpu", copy=True)
+                            self._states.append(value)
+        empty_cache(self._context.device)
+
+    def _leave(self, span: Span, names: set[str]) -> None:
+        bucket = span.bucket
+        if names & {"gradients", "optimizer"} and isinstance(bucket.grad, Tensor) and bucket.tier is Tier.DEVICE:
+            bucket.grad = bucket.grad.to("cpu", copy=True)
+            self._gradients.append(span)
+        is_alias = span.is_alias
+        # A master that is the memory of `local` goes with it; one that nothing trains belongs to the parameters.
+        moves = "parameters" if is_alias or not span.trainable else "optimizer"
+        if span.tier is Tier.DEVICE and moves in names:
+            span.use_master(_moved(span.master, torch.device("cpu")))
+            self._masters.append((span, is_alias))
+        if "parameters" in names and span.copy is not None and span.copy_tier is Tier.DEVICE:
+            span.copy = _moved(span.copy, torch.device("cpu"))
+            self._copies.append(span)
+        for segment in span.segments:
+            segment.show_grad()
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Move everything back. A collective where the stage keeps full parameters.
+
+        Raises:
+            StateError: nothing is away.
+        """
+        context = self._context
+        if not context.away:
+            raise StateError("reload_states: no states are in host memory. Call offload_states() first")
+        for span in self._full:
+            span.restore()
+        for span, is_alias in self._masters:
+            if is_alias:
+                span.local.copy_(span.values())
+                span.use_master(span.local)
+            else:
+                span.use_master(_moved(span.master, context.device))
+        for span in self._copies:
+            if span.copy is not None:
+                span.copy = _moved(span.copy, context.device)
+        for value in self._states:
+            value.data = value.to(context.device, copy=True)
+        for span in self._full:
+            span.publish()
+            span.is_old = True
+        context.away = False
+        for unit in {span.unit: None for span in self._full}:
+            if not context.frees:
+                unit.gather()
+        for unit in {span.unit: None for span in self._full}:
+            if not context.frees:
+                unit.wait()
+        for span in self._gradients:
+            if isinstance(span.bucket.grad, Tensor):  # no `zero_grad` since
+                span.bucket.grad = span.bucket.grad.to(context.device, copy=True)
+        for unit in context.units:
+            for span in unit.spans:
+                for segment in span.segments:
+                    segment.show_grad()
+        self._states, self._masters, self._copies, self._full, self._gradients = [], [], [], [], []
+
+
+def _moved(values: Values, device: torch.device) -> Tensor:
+    return values.to(device, copy=True) if isinstance(values, Tensor) else values.read().to(device)

@@ -1,0 +1,192 @@
+"""Lazy gradients: what they cost, and what optimizer groups show where ranks hold different tensors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import Engine
+from hf_zero.params.shard import shard
+from tests.kit.pool import RankPool
+from tests.models import Odd, inputs, mlp
+
+pytestmark = pytest.mark.gloo
+
+
+def start(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Engine:
+    return shard(model, optimizer, ZeroConfig(stall_s=20, **settings))
+
+
+def loss(rank: int, model: nn.Module, step: int = 0) -> Tensor:
+    return model(inputs(rank, step)).square().mean()
+
+
+# Costs ------------------------------------------------------------------------------------------------------------------
+
+
+def collectives(rank: int, world: int) -> dict[str, dict[str, int]]:
+    torch.manual_seed(0)
+    model = mlp()
+    engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    loss(rank, model).backward()
+    found: dict[str, dict[str, int]] = {}
+
+    def count(what: str, act: Any) -> Any:
+        engine.traffic.reset()
+        out = act()
+        found[what] = {kind: each.calls for kind, each in engine.traffic.kinds.items() if each.calls}
+        return out
+
+    count("is not None", lambda: [(p.grad is not None, p.grad.shape, p.grad.dtype) for p in model.parameters()])
+    norm = count("clip", lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    flat = count("reshaped", lambda: torch.stack([p.grad.view(-1).norm() for p in model.parameters()]).norm())
+    count("edit", lambda: [p.grad.mul_(2) for p in model.parameters()])
+    count("read", lambda: [p.grad.sum() for p in model[0].parameters()])
+    assert norm > 0.1
+    assert abs(flat.item() - 0.1) < 1e-5
+    engine.detach()
+    return found
+
+
+def test_only_values_are_gathered(two: RankPool) -> None:
+    for found in two.run(collectives):
+        assert found == {
+            "is not None": {},
+            "clip": {"scalar": 1},
+            "reshaped": {"scalar": 1},
+            "edit": {},
+            "read": {"gather": 1},
+        }
+
+
+def cleared_by_the_module(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start(model, optimizer, stage=2)
+    before = len(optimizer.param_groups[0]["params"])
+    for step in range(2):
+        loss(rank, model, step).backward()
+        optimizer.step()
+        model.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+    assert len(optimizer.param_groups[0]["params"]) == before
+
+
+def test_clearing_one_after_another_splits_nothing(two: RankPool) -> None:
+    two.run(cleared_by_the_module)
+
+
+class Classes(torch.optim.SGD):
+    """Its step notes the classes that torch chooses kernels by."""
+
+    found: set[type] = set()
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        tensors = [param for group in self.param_groups for param in group["params"]]
+        self.found = {type(each) for param in tensors for each in (param, param.grad) if each is not None}
+        return super().step(closure)
+
+
+def steps(rank: int, world: int) -> None:
+    model = mlp()
+    optimizer = Classes(model.parameters(), lr=0.1)
+    start(model, optimizer, stage=2)
+    for step in range(2):
+        loss(rank, model, step).backward()
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+        optimizer.step()
+        assert optimizer.found == {nn.Parameter, Tensor}
+
+
+def test_a_step_sees_plain_tensors(two: RankPool) -> None:
+    two.run(steps)
+
+
+# Groups -----------------------------------------------------------------------------------------------------------------
+
+
+def norms_of_groups(rank: int, world: int, kind: str) -> tuple[float, ...]:
+    torch.manual_seed(0)
+    model = Odd()
+    groups = [{"params": [param]} for param in model.parameters()]  # ranks have elements of different ones
+    engine = start(model, torch.optim.SGD(groups, lr=0.1), stage=2, offload_optimizer=kind)
+    loss(rank, model).backward()
+    expected = engine.clip_grad_norm_(float("inf"))
+    held = [param for group in engine.optimizers[0].param_groups for param in group["params"]]
+    norms = [engine.clip_grad_norm_(float("inf"), parameters=held)]
+    for order in (2.0, float("inf")):
+        grads = [param.grad for param in held if param.grad is not None]
+        norms.append(nn.utils.get_total_norm(grads, order))
+        norms.append(nn.utils.get_total_norm([grad.view(-1) for grad in grads], order))
+    norms.append(torch.stack([(1.0 * p.grad).norm() for p in held if p.grad is not None]).norm())
+    largest = engine.clip_grad_norm_(float("inf"), float("inf"))
+    nn.utils.clip_grad_norm_(held, expected.item() / 2)
+    norms.append(2 * engine.clip_grad_norm_(float("inf")))
+    return tuple(
+        abs(norm.item() / known.item() - 1)
+        for norm, known in zip(norms, (expected, expected, expected, largest, largest, expected, expected), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "cpu"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_different_tensors_have_one_norm(pools: dict[int, RankPool], world: int, kind: str) -> None:
+    for apart in pools[world].run(norms_of_groups, kind):
+        assert max(apart) < 1e-5
+
+
+# Presence ---------------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, at: int) -> Tensor:
+        return (self.one if at else self.other)(x)
+
+
+def zeros(rank: int, world: int) -> float:
+    """Trained once, then zeroed: weight decay still reaches a branch whose gradient is zeros."""
+    trained = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        engine = start(model, optimizer, stage=2) if is_sharded else None
+        for step in range(4):
+            model(inputs(0, step), step % 2).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        if engine is not None:
+            engine.detach()
+        trained.append(torch.cat([param.detach().view(-1) for param in model.parameters()]))
+    return (trained[0] - trained[1]).abs().max().item()
+
+
+def test_zeros_are_gradients(two: RankPool) -> None:
+    assert max(two.run(zeros)) < 1e-6
+
+
+def copies(rank: int, world: int) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start(model, optimizer, stage=2)
+    loss(rank, model).backward()
+    for param in optimizer.param_groups[0]["params"]:
+        for each in (copy.deepcopy(param), pickle.loads(pickle.dumps(param))):
+            assert type(each) is nn.Parameter
+            assert torch.equal(each, param)
+            assert each.grad is None
+
+
+def test_copies_of_what_groups_hold_are_plain(two: RankPool) -> None:
+    two.run(copies)

@@ -1,0 +1,276 @@
+"""Checkpoints and optimizer state: of the old engine and back, on other ranks, stages and tiers, and after `detach`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import hf_zero as zero
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import shard
+from hf_zero.engine.build import full_values
+from hf_zero.errors import CheckpointError, StateError
+from hf_zero.runtime.shard import shard as old_shard
+from tests.kit.golden.make import GOLDEN, optimizer_of, plain
+from tests.kit.golden.make import build as golden_model
+
+pytestmark = pytest.mark.gloo
+States = dict[str, dict[str, Any]]
+OFFLOADS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 3},
+    {"stage": 2, "offload_optimizer": "cpu"},
+    {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    {"stage": 3, "offload_optimizer": "disk", "offload_params": "disk"},
+    {"stage": 1, "offload_optimizer": "disk"},
+]
+
+
+class Uneven(nn.Module):
+    """Parts that have gradients in different steps: their parameters count steps apart. One weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(5, 7) for _ in range(3))
+        self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        total = sum((part(x) * self.frozen.sum()).pow(2).mean() for part in self.parts[:used])
+        return total * self.scale
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Uneven()
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 2e-2},
+    ]
+    return model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        model(x, 1 + step % 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    engine.quiesce()
+    out = {}
+    for unit in engine.units:
+        for span in unit.spans:
+            whole = full_values(span)
+            for slot in span.layout.slots:
+                out[slot.spec.name] = whole[slot.offset : slot.stop].view(slot.spec.shape).clone()
+    return out
+
+
+def same(ours: Any, theirs: Any, what: str = "") -> None:
+    if isinstance(theirs, dict):
+        assert sorted(ours) == sorted(theirs), what
+        for key, value in theirs.items():
+            same(ours[key], value, f"{what}.{key}")
+    elif isinstance(theirs, Tensor):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), what
+        assert torch.equal(ours, theirs), what
+    else:
+        assert ours == theirs, what
+
+
+def plain_run(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = build(0)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def settings_of(config: dict[str, Any], folder: Path) -> ZeroConfig:
+    return ZeroConfig(**config, offload_dir=str(folder) if "disk" in config.values() else None)
+
+
+def new_and_old(rank: int, world: int, place: Path) -> None:
+    """Each of the two engines loads what the other has written, under every setting, and trains on as plain torch does."""
+    for number, config in enumerate(OFFLOADS):
+        settings = settings_of(config, place)
+        writers: Any = (shard, old_shard)
+        for write, read in (writers, writers[::-1], (shard, shard)):
+            folder = place / f"{number} {write.__module__} {read.__module__}"
+            model, optimizer = build(0)
+            engine = write(model, optimizer, settings if write is shard else ZeroConfig(stage=(number + 1) % 4))
+            train(model, optimizer, range(4))
+            engine.save(folder)
+            engine.detach()
+            model, optimizer = build(1)
+            engine = read(model, optimizer, settings if read is shard else ZeroConfig(stage=number % 4))
+            train(model, optimizer, range(2))
+            engine.load(folder)
+            if read is shard:
+                reference, other = plain_run(4)
+                same(weights_of(engine), dict(reference.named_parameters()), str(config))
+                if rank == 0:
+                    same(optimizer.state_dict(), other.state_dict(), str(config))
+                else:
+                    optimizer.state_dict()
+                train(reference, other, range(4, 7))
+                train(model, optimizer, range(4, 7))
+                same(weights_of(engine), dict(reference.named_parameters()), str(config))
+            engine.detach()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_engine_loads_what_the_other_wrote(pools, world, tmp_path):
+    pools[world].run(new_and_old, tmp_path)
+
+
+def golden(rank: int, world: int) -> None:
+    theirs = load_file(GOLDEN / "expected.safetensors")
+    rest = json.loads((GOLDEN / "expected.json").read_text())
+    del theirs["drawn"]
+    for config in ({"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_optimizer": "cpu"}):
+        for kind in ("whole", "pieces"):
+            model = golden_model(seed=2)
+            optimizer = optimizer_of(model, lr=0.5)
+            engine = shard(model, optimizer, ZeroConfig(**config), mixed_precision="bf16")
+            engine.load(GOLDEN / kind)
+            weights, state = weights_of(engine), optimizer.state_dict()
+            if rank == 0:
+                buffers = {name: each for name, each in model.named_buffers() if name != "passing"}
+                shown = {**weights, **buffers, "lm_head.weight": weights["transformer.wte.weight"]}
+                tensors, mine = plain(model, shown, state)
+                same(tensors, theirs)
+                assert mine == {"groups": rest["groups"]}
+            engine.detach()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_golden_checkpoints_load_to_the_bit(pools, world):
+    pools[world].run(golden)
+
+
+def dictionaries(rank: int, world: int, place: Path) -> None:
+    """State dicts are torch's; a state that is loaded stays, also where parameters have made other numbers of steps."""
+    reference, other = plain_run(5)
+    wanted = copy.deepcopy(other.state_dict())
+    for config in OFFLOADS:
+        model, optimizer = build(0)
+        model.load_state_dict(reference.state_dict())
+        engine = shard(model, optimizer, settings_of(config, place))
+        for alone in (False, True):  # from every rank, or from rank 0
+            given = copy.deepcopy(wanted)
+            if alone and rank > 0:
+                for entries in given["state"].values():
+                    entries.update({name: each.to("meta") for name, each in entries.items() if each.dim()})
+            train(model, optimizer, range(1))
+            optimizer.load_state_dict(given)
+            got = optimizer.state_dict()
+            if rank == 0:
+                same(got, wanted, str(config))
+        engine.detach()
+        same(optimizer.state_dict(), wanted, f"{config}, detached")
+        assert all(type(param) is nn.Parameter for group in optimizer.param_groups for param in group["params"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_dicts_have_torchs_form(pools, world, tmp_path):
+    pools[world].run(dictionaries, tmp_path)
+
+
+def warm(rank: int, world: int, place: Path) -> None:
+    """A warm optimizer is sharded, trains, and is given back: all as without an engine."""
+    for config in OFFLOADS:
+        reference, other = plain_run(9)
+        model, optimizer = plain_run(3)
+        engine = shard(model, optimizer, settings_of(config, place))
+        train(model, optimizer, range(3, 6))
+        engine.detach()
+        train(model, optimizer, range(6, 9))
+        same(dict(model.named_parameters()), dict(reference.named_parameters()), str(config))
+        same(optimizer.state_dict(), other.state_dict(), str(config))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_warm_optimizer_is_sharded_and_given_back(pools, world, tmp_path):
+    pools[world].run(warm, tmp_path)
+
+
+class Fails(torch.optim.SGD):
+    """Fails, once `is_broken`, when the first parameter is written."""
+
+    is_broken = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            param.sub_(param.grad)
+            if self.is_broken:
+                raise RuntimeError("half-way")
+
+
+def half_done(rank: int, world: int, place: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = Fails(model.parameters(), lr=1.0)
+    engine = shard(model, optimizer, ZeroConfig(stage=2))
+
+    def step() -> None:
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    engine.save(place)
+    before = weights_of(engine)
+    optimizer.is_broken = True
+    with pytest.raises(RuntimeError, match="half-way"):
+        step()
+    optimizer.is_broken = False
+    for refused in (lambda: engine.save(place / "other"), optimizer.state_dict, engine.detach, step):
+        with pytest.raises(StateError, match="half-way"):
+            refused()
+    engine.load(place)
+    same(weights_of(engine), before)
+    step()
+    engine.detach()
+
+
+def test_a_step_that_is_half_done_is_refused_until_a_load(pools, tmp_path):
+    pools[2].run(half_done, tmp_path / "out")
+
+
+def refusals(rank: int, world: int, place: Path) -> None:
+    model, optimizer = build(0)
+    engine = shard(model, optimizer, ZeroConfig(stage=3))
+    train(model, optimizer, range(3))
+    with pytest.raises(StateError, match=r"'parts\.0\.weight'.*full_optimizer_state"):
+        optimizer.state[model.parts[0].weight]
+    state = copy.deepcopy(optimizer.state_dict())
+    fewer = {**state, "param_groups": state["param_groups"][:1]}
+    with pytest.raises(CheckpointError, match="groups of"):
+        optimizer.load_state_dict(fewer)
+    engine.save(place, async_save=True)
+    if rank == 1:
+        optimizer.state.clear()
+    with pytest.raises(CheckpointError, match="not every rank has made the same steps"):
+        engine.save(place)
+    engine.wait_for_save()
+    engine.load(place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.save(place)
+    assert zero.verify(place).facts["world_size"] == 2
+    engine.detach()
+
+
+def test_what_is_refused_names_the_reason(pools, tmp_path):
+    pools[2].run(refusals, tmp_path / "out")
