@@ -245,10 +245,10 @@ class Engine:
                 by_unit[unit] = mine
         for unit, mine in by_unit.items():
             unit.mark_old(mine)
-            if not self.context.frees or unit.is_held:
+            if not self.context.frees:
                 unit.gather()
-        for unit in by_unit:
-            if not self.context.frees or unit.is_held:
+        if not self.context.frees:
+            for unit in by_unit:
                 unit.wait()
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -355,6 +355,8 @@ class Engine:
         if backward_id() >= 0:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
+        self.wait_for_steps()
+        self._bound.follow_writes()  # inside, nothing is sent
         hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         for event in self.events.before_unsharded:
             event()

@@ -176,7 +176,7 @@ class Span:
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        if not self.is_readable and self._usual is None and not self._gathered_bytes:
+        if not self.is_readable and self._usual is None:
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes

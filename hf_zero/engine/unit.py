@@ -163,7 +163,7 @@ class Unit:
         """The masters of these spans were written: what is gathered is old. The same on every rank."""
         for span in self.spans if spans is None else spans:
             span.is_old = True
-        if (not self.context.frees or self.is_held) and any(span.is_old for span in self.spans):
+        if not self.context.frees and any(span.is_old for span in self.spans):
             self.state = State.SHARDED
 
     def wait_for_step(self) -> None:

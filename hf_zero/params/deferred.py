@@ -81,6 +81,7 @@ class Deferred:
         self.print: int | None = None
         self.is_used, self.is_compared, self.pins = False, True, 0
         self.session: object = None
+        self._kind: tuple[torch.Size, torch.dtype] | None = None  # what it was closed as before it is open
         self._may_fail = origin is not None or store is not None  # to be read; the same on every rank
         self._stored: DiskArray | None = None
         self._strides: tuple[int, ...] | None = None  # of a parameter that is not row-major
@@ -192,7 +193,7 @@ class Deferred:
             param.__class__ = nn.Parameter
             param.data = whole
             copy_deferred(param)
-        self._alias, self.is_open = None, True
+        self._alias, self.is_open, self._kind = None, True, (shape, dtype)
 
     @torch.no_grad()
     def close(self, param: nn.Parameter, *, keep: bool = True) -> None:
@@ -213,7 +214,8 @@ class Deferred:
                 )
                 self.device = whole.device
             self.is_open = False
-            show_closed(param, whole.shape, whole.dtype, self.device)
+            shape, dtype = (whole.shape, whole.dtype) if keep or self._kind is None else self._kind
+            show_closed(param, shape, dtype, self.device)
             shares = self.wire.size > 1 or isinstance(self.own, OnDisk)
             if keep and shares and _holders(whole) > 1:
                 self._alias = whole

@@ -230,6 +230,8 @@ class _Created(_Group):
         for number, (param, deferred) in enumerate(zip(self.params, self._sources)):
             deferred.close(param)  # the values to come back to, if it is open just now
             deferred.open(param)
+            if deferred.wire.size == 1:
+                param.data = param.data.clone()  # the values to come back to are its memory
             deferred.pins += 1
             self._pinned[number] = deferred
 
