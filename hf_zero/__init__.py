@@ -101,6 +101,7 @@ _NAMES = {
 }
 if os.environ.get("HF_ZERO_NEXT"):  # development only
     _NAMES |= {"engine.engine": ("engine_of",), "params.engine": ("Engine",), "params.shard": ("shard",)}
+    _NAMES["engine.optimizer_kinds"] = ("register_optimizer",)
     _NAMES["params.next_gathered"] = _NAMES.pop("params.gathered")
     _NAMES["params.next_access"] = _NAMES.pop("params.access")
     _NAMES["params.next_init"] = _NAMES.pop("params.init")

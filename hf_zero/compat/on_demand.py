@@ -83,6 +83,15 @@ class OnDemand(Observer):
         self._views.setdefault(unit, []).extend(map(_weak, views if not has_graph else ()))
         self._schedule.keep(unit, to_step=has_graph)
 
+    def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
+        for tensor in found:  # a forward may return a part of its weight
+            if (
+                tensor._base is not None
+                and isinstance(tensor._base, nn.Parameter)
+                and place_of(tensor._base) is not None
+            ):
+                self._keep(unit, [tensor])
+
     def data_read(self, param: nn.Parameter, values: Tensor) -> None:
         place = place_of(param)
         if place is not None and not place.span.stays and place.unit.is_shown:  # in a forward of the unit

@@ -9,7 +9,7 @@ others lose them, for they cost Python work per operation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,10 @@ class SavedTensors(Observer):
         self._on: list[Pack | None] = []
 
     def use_begun(self, unit: Unit) -> None:
-        self._on.append(self._push(unit) if self._left or unit in self._unannounced else None)
+        is_watched = torch.is_grad_enabled() and (self._left or unit in self._unannounced)
+        self._on.append(self._push(unit) if is_watched else None)
 
-    def use_ended(self, unit: Unit) -> None:
+    def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
         self._pop()
 
     def _pop(self) -> None:

@@ -34,6 +34,7 @@ class Bound:
         self._engine, self._context, self.bindings = engine, engine.context, bindings
         self._held = HeldSignals()
         self._undo: dict[torch.optim.Optimizer, list[Callable[[], object]]] = {}
+        self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
         self._marks = self._current_marks()
@@ -72,6 +73,7 @@ class Bound:
         for binding in self.bindings:
             if binding.optimizer not in self._undo:
                 self._take(binding.optimizer)
+        self._marks = self._current_marks()
 
     def follow_groups(self) -> None:
         """Translate what user code has done to groups. A collective where it has; user code does the same on every rank."""
@@ -104,7 +106,8 @@ class Bound:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         self.get(optimizer).guard_state(self._engine.wait_for_steps)
-        undo: list[Callable[[], object]] = [StepWrapper(optimizer, self, self._held).remove]
+        wrapper = self._wrappers[optimizer] = StepWrapper(optimizer, self, self._held)
+        undo: list[Callable[[], object]] = [wrapper.remove]
         methods: dict[str, Callable[..., Any]] = {
             "zero_grad": partial(self._zero_grad, optimizer),
             "state_dict": partial(self._state_dict, optimizer),
@@ -122,6 +125,7 @@ class Bound:
 
     def _zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         self.get(optimizer, "zero_grad()")
+        self._wrappers[optimizer].forget()
         self._engine.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
 
     def _state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -221,8 +225,6 @@ class Bound:
 
     def follow_writes(self) -> None:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
-        if self._context.frees and self._engine.stepper is None and self._engine.hold is None:
-            return  # every gather reads the masters
         if any(unit.is_apart for unit in self._context.units):
             return  # `GatheredParameters` shows values that are not in the masters yet
         before, self._marks = self._marks, self._current_marks()

@@ -216,9 +216,10 @@ def _foreign(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor)
 
 def _follow_names(binding: Binding, groups: Groups, names: Names) -> None:
     """`param_names` follow parameters that have moved between groups."""
-    known: dict[nn.Parameter, str] = {}
-    for group, params in zip(binding.optimizer.param_groups, binding.originals):
-        known |= dict(zip(params, group.get("param_names", ())))
+    known = binding.param_names
+    for group in binding.optimizer.param_groups:  # of parameters that have joined
+        pairs = zip(group["params"], group.get("param_names", ()))
+        known |= {param: name for param, name in pairs if param in names}
     if binding.originals is not groups:
         for group, params in zip(binding.optimizer.param_groups, groups):
             if "param_names" in group:

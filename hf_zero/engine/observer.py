@@ -63,7 +63,8 @@ class Observer:
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
         with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
     One unit:
-        `use_begun(unit)`, `use_ended(unit)`: around code that builds a graph over parameters that are released afterwards.
+        `use_begun(unit)`, `use_ended(unit, found)`: around the forward of a host, or one operation, after which parameters may
+            be released. `found`: the tensors in its output.
         `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:

@@ -37,6 +37,7 @@ class Binding:
     Attributes:
         segments: by group, what the group holds.
         moves_all: its step changes parameters without a gradient, too.
+        param_names: names that user code gave parameters in `group["param_names"]`.
     """
 
     def __init__(
@@ -53,6 +54,9 @@ class Binding:
         self.spans: list[Span] = []
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
         self._shown: list[list[int]] = []
+        self.param_names: dict[nn.Parameter, str] = {}
+        for group, params in zip(optimizer.param_groups, originals):
+            self.param_names |= dict(zip(params, group.get("param_names", ())))
         self._empty: dict[int, nn.Parameter] = {}
 
     @property

@@ -178,9 +178,9 @@ class Schedule:
         if has_graph and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
             use = Use(unit, -1) if in_backward else self.tape.open(unit)
-            if self.frees:
-                for event in self.events.use_begun:
-                    event(unit)
+        if self.frees:
+            for event in self.events.use_begun:
+                event(unit)
         calls.append((use, next_sequence_number()))
 
     def _prefetch(self, unit: Unit) -> None:
@@ -199,12 +199,12 @@ class Schedule:
         use, first = calls.pop()
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
+        found = tensors_in(output) if self.frees or use is not None else []
+        if self.frees:
+            for event in self.events.use_ended:
+                event(unit, found)
         if use is not None:
-            if self.frees:
-                for event in self.events.use_ended:
-                    event(unit)
             token = Token(use) if in_backward else self.tape.close(use)
-            found = tensors_in(output)
             nodes = nodes_of(found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:

@@ -37,8 +37,8 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         if isinstance(key, ShardedParameter):
             place = key._zero_place
             raise StateError(
-                f"optimizer.state was asked for parameter {place.span.name_of(place.index)!r}, and it has this rank's "
-                "segments, the tensors of optimizer.param_groups. Call zero.full_optimizer_state(param, name), or "
+                f"optimizer.state was asked for parameter {place.span.name_of(place.index)!r}, and it has states of this "
+                "rank's segments, the tensors of optimizer.param_groups. Call zero.full_optimizer_state(param, name), or "
                 "zero.set_full_optimizer_state(param, name, value), on every rank"
             )
 

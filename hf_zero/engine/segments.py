@@ -46,6 +46,15 @@ class SegmentTensor(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
 
 class Segment:
     """Elements `start` to `stop` of a span's slice.

@@ -63,6 +63,7 @@ class StepWrapper:
         self._optimizer, self._work, self._held = optimizer, work, held
         self._handles = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
         self._hooks: tuple[Any, Any] | None = None  # the optimizer's own, while a step has copies in another order
+        self._is_inside = False  # of `_step`, which cleans up after an exception
         self._reset()
         self._had = optimizer.__dict__.get("step")
         inner = optimizer.step
@@ -79,6 +80,11 @@ class StepWrapper:
         self._snapshot: Snapshot | None = None
         self._has_written = self._is_complete = False
 
+    def forget(self) -> None:
+        """Gradients are cleared: no step is under way, also none that raised outside of the instance's method."""
+        if not self._is_inside:
+            self._reset()
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -92,7 +98,7 @@ class StepWrapper:
         if self._depth >= 0:  # a class's step that calls the instance's
             return inner(*args, **kwargs)
         with self._held:
-            self._depth = 0
+            self._depth, self._is_inside = 0, True
             try:
                 self._order_hooks()
                 return inner(*args, **kwargs)
@@ -101,6 +107,7 @@ class StepWrapper:
                 raise
             finally:
                 self._restore_hooks()
+                self._is_inside = False
                 self._reset()
 
     def _order_hooks(self) -> None:
@@ -121,9 +128,7 @@ class StepWrapper:
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._depth < 0:  # the class's step, called past the instance's
-            self._depth = 0
-        self._depth += 1
+        self._depth = max(self._depth, 0) + 1  # the class's step may be called past the instance's
         if self._depth > 1:  # a class's step that calls its base's
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -147,6 +152,7 @@ class StepWrapper:
             self._has_written = True
             self._work.after_step(optimizer)
             self._is_complete = True
+            self.forget()
 
     @staticmethod
     def _run_now(closure: Closure) -> Closure:

@@ -111,7 +111,7 @@ class _Holder(NamedTuple):
         segment = self.segment
         if not isinstance(value, (Tensor, OnDisk)) or segment is None:
             return False
-        if segment.is_matrix:
+        if segment.is_matrix and isinstance(value, Tensor):
             return tuple(value.shape) == self.slot.spec.shape
         return value.dim() == 1 and value.numel() == segment.numel
 

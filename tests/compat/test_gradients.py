@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -172,3 +174,19 @@ def zeros(rank: int, world: int) -> float:
 
 def test_zeros_are_gradients(two: RankPool) -> None:
     assert max(two.run(zeros)) < 1e-6
+
+
+def copies(rank: int, world: int) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start(model, optimizer, stage=2)
+    loss(rank, model).backward()
+    for param in optimizer.param_groups[0]["params"]:
+        for each in (copy.deepcopy(param), pickle.loads(pickle.dumps(param))):
+            assert type(each) is nn.Parameter
+            assert torch.equal(each, param)
+            assert each.grad is None
+
+
+def test_copies_of_what_groups_hold_are_plain(two: RankPool) -> None:
+    two.run(copies)

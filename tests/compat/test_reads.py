@@ -133,6 +133,47 @@ def test_copies_are_plain_and_pickles_are_refused(two: RankPool) -> None:
     two.run(copies)
 
 
+class Positions(nn.Linear):
+    """Returns a part of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[: len(x)]
+
+
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.positions(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x * part
+
+
+def weights_returned(rank: int, world: int) -> float:
+    torch.manual_seed(0)
+    model = Positioned()
+    plain = copy.deepcopy(model)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, plain)]
+    engine = shard(*pairs[0], ZeroConfig(stage=3, stall_s=20.0))
+    for _ in range(3):
+        for each, optimizer in pairs:
+            step(each, optimizer)
+        with torch.no_grad():
+            assert torch.allclose(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)), atol=1e-6)
+    assert gathered(engine) <= 2
+    engine.detach()
+    return max((mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), plain.parameters()))
+
+
+def test_a_forward_returns_a_part_of_its_weight(two: RankPool) -> None:
+    for apart in two.run(weights_returned):
+        assert apart < 1e-5
+
+
 class Merges(nn.Linear):
     """Registers its frozen weight again in every forward, as PEFT's LoRA on attention does."""
 

@@ -205,19 +205,16 @@ def test_a_warm_optimizer_is_sharded_and_given_back(pools, world, tmp_path):
 
 
 class Fails(torch.optim.SGD):
-    """Its second step fails when the first parameter is written."""
+    """Fails, once `is_broken`, when the first parameter is written."""
 
-    steps = 0
+    is_broken = False
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.steps += 1
-        with torch.no_grad():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.sub_(param.grad)
-                        if self.steps == 2:
-                            raise RuntimeError("half-way")
+        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            param.sub_(param.grad)
+            if self.is_broken:
+                raise RuntimeError("half-way")
 
 
 def half_done(rank: int, world: int, place: Path) -> None:
@@ -234,8 +231,10 @@ def half_done(rank: int, world: int, place: Path) -> None:
     step()
     engine.save(place)
     before = weights_of(engine)
+    optimizer.is_broken = True
     with pytest.raises(RuntimeError, match="half-way"):
         step()
+    optimizer.is_broken = False
     for refused in (lambda: engine.save(place / "other"), optimizer.state_dict, engine.detach, step):
         with pytest.raises(StateError, match="half-way"):
             refused()

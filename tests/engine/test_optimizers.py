@@ -1,0 +1,168 @@
+"""What optimizers step over, registered kinds, hooks and failures around a step; on one rank, without observers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import shard
+from hf_zero.engine.engine import Engine
+from hf_zero.engine.optimizer_kinds import Kind, kind_of, register_optimizer
+from hf_zero.errors import ConfigError, LayoutError, StateError, UnsupportedOptimizerError
+from tests import optimizers as own
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.fixture
+def trained() -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Engine]]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = shard(model, optimizer, ZeroConfig(stage=2))
+    yield model, optimizer, engine
+    engine.detach()
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(3, 6)).square().mean().backward()
+
+
+def test_trials_find_what_an_unknown_class_steps_over() -> None:
+    params = list(mlp().parameters())
+    found = {
+        kind.__name__: kind_of(kind(params), set(params), sharded=True, offloaded=False)
+        for kind in (own.Lion, own.Layerwise, own.Projects)
+    }
+    assert found == {"Lion": Kind.ELEMENTWISE, "Layerwise": Kind.MATRICES, "Projects": Kind.MATRICES}
+
+
+def test_trials_leave_options_that_are_tensors() -> None:
+    params = list(mlp().parameters())
+    optimizer = own.Counts(params, "tensor", by_layer=True)
+    kind_of(optimizer, set(params), sharded=True, offloaded=True)
+    assert float(optimizer.param_groups[0]["k"]) == 0.0
+
+
+def test_a_registered_kind_goes_before_the_trial() -> None:
+    class Declared(own.Global):
+        pass
+
+    params = list(mlp().parameters())
+    with pytest.raises(UnsupportedOptimizerError, match="beside others than alone"):
+        kind_of(Declared(params), set(params), sharded=True, offloaded=False)
+    register_optimizer(Declared, "matrices")
+    assert kind_of(Declared(params), set(params), sharded=True, offloaded=False) is Kind.MATRICES
+    with pytest.raises(ConfigError, match="'elementwise' or 'matrices'"):
+        register_optimizer(Declared, "rows")
+
+
+def test_a_hook_that_removes_itself_runs_before_the_engine(trained: Any) -> None:
+    model, optimizer, _ = trained
+    seen: list[str] = []
+
+    def before(*_: Any) -> None:
+        seen.append("before")
+        handle.remove()
+
+    handle = optimizer.register_step_pre_hook(before)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    assert seen == ["before"]
+
+
+def test_a_signal_waits_for_the_end_of_the_step(trained: Any) -> None:
+    model, optimizer, _ = trained
+    backward(model)
+    optimizer.register_step_post_hook(lambda *_: seen.append("stepped"))
+    seen: list[str] = []
+    former = signal.signal(signal.SIGALRM, lambda *_: seen.append("signal"))
+    handle = optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(signal.SIGALRM))
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+        signal.signal(signal.SIGALRM, former)
+    assert seen == ["stepped", "signal"]
+
+
+def test_a_step_past_the_instance_is_a_step(trained: Any) -> None:
+    """accelerate calls the method that it found before, under a loss scaler."""
+    model, optimizer, _ = trained
+    for number in range(3):
+        backward(model)
+        if number == 1:
+            with pytest.raises(TypeError):
+                torch.optim.SGD.step(optimizer, 1)
+            optimizer.zero_grad()
+            backward(model)
+        before = model[0].weight.detach().clone()
+        torch.optim.SGD.step(optimizer)
+        assert not torch.equal(model[0].weight, before)
+        optimizer.zero_grad()
+
+
+class Breaks(torch.optim.SGD):
+    """Raises in its step, before or after it has written through `.data`, which no version counter sees."""
+
+    at = ""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.at == "before":
+            raise ValueError("not yet")
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(0.1 * param.grad)
+        if self.at == "after":
+            raise ValueError("too late")
+
+
+def test_a_step_may_be_repeated_only_if_it_has_not_written() -> None:
+    model = mlp()
+    optimizer = Breaks(model.parameters(), lr=0.1)
+    shard(model, optimizer, ZeroConfig(stage=2))
+    backward(model)
+    optimizer.at = "before"
+    with pytest.raises(ValueError, match="not yet"):
+        optimizer.step()
+    optimizer.at = ""
+    optimizer.step()
+    optimizer.at = "after"
+    with pytest.raises(ValueError, match="too late"):
+        optimizer.step()
+    with pytest.raises(StateError, match="half-way"):
+        optimizer.step()
+
+
+def test_groups_keep_names_of_parameters_that_move() -> None:
+    model = mlp()
+    named = [(f"m.{name}", param) for name, param in model.named_parameters()]
+    optimizer = torch.optim.SGD([{"params": named[:2]}, {"params": named[2:], "lr": 0.0}], lr=0.1)
+    engine = shard(model, optimizer, ZeroConfig(stage=2))
+    first, second = optimizer.param_groups
+    second["params"] = second["params"] + first["params"]
+    del optimizer.param_groups[0]
+    before = model[0].weight.detach().clone()
+    backward(model)
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)  # the rate of its new group is 0
+    assert optimizer.param_groups[0]["param_names"] == ["m.2.weight", "m.2.bias", "m.0.weight", "m.0.bias"]
+    engine.detach()
+
+
+def test_full_matrices_cannot_be_bound_to_partitioned_elements(trained: Any) -> None:
+    model, optimizer, engine = trained
+    with pytest.raises(LayoutError, match="needs full matrices"):
+        engine.bind(own.Layerwise(model.parameters()))
+    backward(model)
+    optimizer.step()  # what was refused has left no trace
