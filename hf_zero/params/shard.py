@@ -12,7 +12,7 @@ from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
-from .deferred import check_ready
+from .alike import check_ready
 from .engine import Engine
 
 
