@@ -43,6 +43,7 @@ EVENTS = (
     "grad_assigned",
     "segment_grad_read",
     "segment_grad_assigned",
+    "segment_data_read",
     "requires_grad_set",
     "param_copied",
 )
@@ -80,6 +81,7 @@ class Observer:
         `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
+        `segment_data_read(segment, values)`: user code reads `data` of a tensor in a group, outside a step.
     """
 
     def check(self, model: Any) -> None:
@@ -132,5 +134,6 @@ class Events:
     grad_assigned: list[Callable[..., bool]]
     segment_grad_read: list[Callable[..., Any]]
     segment_grad_assigned: list[Callable[..., bool]]
+    segment_data_read: list[Callable[..., None]]
     requires_grad_set: list[Callable[..., None]]
     param_copied: list[Callable[..., Tensor]]

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.tier import Tier
-from .parameter import raw_grad, set_raw_grad
+from .parameter import raw_data, raw_grad, reads_no_values, set_raw_data, set_raw_grad
 
 if TYPE_CHECKING:
     from .span import Span
 
 
 class SegmentTensor(nn.Parameter):
-    """What a group holds, outside of the optimizer's own step, where an observer asked for it: `grad` is an event.
+    """What a group holds, outside of the optimizer's own step, where an observer asked for it: access is an event.
 
     torch chooses its fast kernels by the exact class of parameters, so within the step they are plain.
     """
@@ -46,6 +46,17 @@ class SegmentTensor(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    @property
+    def data(self) -> Tensor:
+        values = raw_data(self)
+        for event in self._zero_segment.span.events.segment_data_read:
+            event(self._zero_segment, values)
+        return values
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        set_raw_data(self, values)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -54,6 +65,31 @@ class SegmentTensor(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class OffloadedSegmentTensor(SegmentTensor):
+    """As `SegmentTensor`, of a master in host memory, whose update may be under way, or on disk, which has no values here."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name != "grad" and not reads_no_values(func):
+            for each in _offloaded_in((*args, *(kwargs or {}).values())):
+                each._zero_segment.wait_for_values()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _offloaded_in(values: Any) -> list[OffloadedSegmentTensor]:
+    found: list[OffloadedSegmentTensor] = []
+    for each in values:
+        if isinstance(each, OffloadedSegmentTensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list)):
+            found += _offloaded_in(each)
+    return found
 
 
 class Segment:
@@ -106,7 +142,8 @@ class Segment:
         master = self.span.master
         if isinstance(master, OnDisk) or not self.numel:
             return False
-        return self.tensor.data_ptr() != master.data_ptr() + self.start * master.element_size()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor.data_ptr() != master.data_ptr() + self.start * master.element_size()
 
     @property
     def shape(self) -> torch.Size:
@@ -114,10 +151,24 @@ class Segment:
         return torch.Size(spec.shape if self.is_matrix else (self.numel,))
 
     def report_grad(self, reports: bool) -> None:
-        """Let reads and assignments of the tensor's `grad` be events, or not."""
+        """Let access to the tensor's `grad` and `data` be events, or not."""
         if reports:
             self.tensor._zero_segment = self  # type: ignore[attr-defined]
-        self.tensor.__class__ = SegmentTensor if reports else nn.Parameter
+        kind = SegmentTensor if self.span.tier is Tier.DEVICE else OffloadedSegmentTensor
+        self.tensor.__class__ = kind if reports else nn.Parameter
+
+    def wait_for_values(self) -> None:
+        """User code reads or writes the tensor of an offloaded segment.
+
+        Raises:
+            StateError: the master is on disk.
+        """
+        if isinstance(self.span.master, OnDisk):
+            raise StateError(
+                "the tensors of the optimizer's groups have no values where its state rests on disk. Read and write "
+                "model.parameters(), or use zero.full_parameter and zero.set_full_parameter"
+            )
+        self.span.unit.wait_for_step()
 
     @property
     def has_grad(self) -> bool:
@@ -141,7 +192,8 @@ class Segment:
     def rest_on(self, slice_values: Tensor) -> None:
         """The master has other memory now: that of `slice_values`."""
         part = slice_values[self.start : self.stop]
-        self.tensor.data = part.view(self.tensor.shape)
+        with torch._C.DisableTorchFunctionSubclass():
+            set_raw_data(self.tensor, part.view(self.tensor.shape))
 
     def show_grad(self) -> None:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""

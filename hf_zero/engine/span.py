@@ -387,9 +387,6 @@ class Span:
         """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
         if self.unit.state.name == "GATHERING":
             self.unit.wait()
-        if self.unit.is_apart:
-            self.views[index].copy_(values)
-            return
         if self.is_readable and self.has_outside_views:
             self.leave_storage()  # what user code has read keeps its values, and `values` may be a part of it
         put(self, index, values)

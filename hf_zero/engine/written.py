@@ -32,7 +32,7 @@ def put(span: Span, index: int, values: Tensor) -> None:
         StateError: `values` has another shape.
     """
     check_shape(span, index, values)
-    if not span.is_alias:
+    if not span.is_alias and not span.unit.is_apart:
         _carry(span, index, values.detach().reshape(-1), shown_by_codec(span))
     if span.is_readable:
         span.view(index).copy_(values)

@@ -37,14 +37,12 @@ from ..tiers.disk import Disk
 from ..tiers.host import free_at_once, freeing_at_once
 from ..tiers.tier import Meter
 from . import EXTENSIONS
-from .deferred import (
-    Deferred,
+from .alike import Seen, check_equal
+from .deferred import Deferred, deferred_of
+from .deferred_parameter import (
     DeferredParameter,
     EnteredMode,
-    Seen,
-    check_equal,
     copy_deferred,
-    deferred_of,
     entered_mode,
     is_new_parameter,
     needs_values,

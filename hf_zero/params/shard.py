@@ -17,8 +17,8 @@ from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
 from ..plan.machine import Machine
 from . import FIRST_FORWARD
+from .alike import check_ready
 from .arguments import check_shard_arguments, device_from
-from .deferred import check_ready
 from .engine import Engine
 
 _LOG = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ def methods(rank: int, world: int, stage: int) -> None:
     assert type(copied.lm_head.weight) is nn.Parameter
     copied.half().state_dict()
     weight = model.transformer.h[0].mlp.c_fc.weight
-    for one in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+    for one in (copy.deepcopy(weight), pickle.loads(pickle.dumps(copy.deepcopy(weight)))):
         assert type(one) is nn.Parameter
         assert torch.equal(one, weight)
     engine.detach()

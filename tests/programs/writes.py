@@ -10,7 +10,7 @@ import hf_zero as zero
 from tests.models import Odd, adamw, generator, mlp, sgd
 from tests.oracle import Refused, Run, program
 from tests.programs.gradients import TwoSquares
-from tests.programs.usual import FP32, after_steps, after_two_steps, is_released, is_sharded, see_weights
+from tests.programs.usual import FP32, after_steps, after_two_steps, is_sharded, see_weights
 
 
 @after_two_steps()
@@ -104,11 +104,6 @@ def groups_averaged(run: Run, t: int) -> None:
     adamw,
     refused=(
         Refused(zero.StateError, "have no values where its state rests on disk", lambda s: s.optimizer_tier == "disk"),
-        Refused(
-            zero.StateError,
-            "were written through `.data` since the last step",
-            lambda s: is_sharded(s) and not is_released(s),
-        ),
     ),
 )
 def groups_change_memory(run: Run, t: int) -> None:
