@@ -85,7 +85,7 @@ def _add_parameters(tally: _Tally, span: Span) -> None:
     elif span.copy is not None:
         tally.add(span.copy, span.copy_tier, "parameters")
     reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
-    tally.add(span.master, span.tier, "parameters" if reads_master or not span.trainable else "optimizer")
+    tally.add(span.master, span.tier, "parameters" if reads_master else "optimizer")
 
 
 def measure(engine: Engine) -> Table:

@@ -188,6 +188,8 @@ class Bucket:
 
     def count_grad(self) -> None:
         """The ledger has the reduced gradient that is in memory."""
+        if self.grad is None and self._storage.transient:
+            self._home = None
         held = self.grad if self._home is None else self._home
         nbytes = held.nbytes if isinstance(held, Tensor) else 0
         if nbytes != self._grad_bytes:

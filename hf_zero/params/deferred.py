@@ -176,6 +176,7 @@ class Deferred:
             return
         with _plain():
             shape, dtype = param.shape, param.dtype
+            whole: Tensor | None
             if self.wire.size == 1 and isinstance(self.own, Tensor) and self._strides is None:
                 whole = self.values().view(shape)
             else:

@@ -130,7 +130,7 @@ class _Changed(Tensor):
         cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if needs_values(func):
-            _refuse(func, next(_changed_in((args, kwargs or {}))).param)  # type: ignore[attr-defined]
+            _refuse(func, next(_changed_in((args, kwargs or {}))).param)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -143,11 +143,18 @@ def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
 
 def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
     """In the parameter tier: `own`, or all of the span where it stays; on disk whole pages, where not the master's array."""
-    if is_in_files(span, placement, setup):
+    if is_in_files(span, placement, setup) or _casts_master(span, placement, setup):
         return 0
     numel = span.numel if stays(span, placement, setup.policy) else span.slice_numel
     nbytes = numel * itemsize(span.spec.compute_dtype)
     return padded(nbytes) if placement.parameters is Tier.DISK and not _shares_array(span, placement) else nbytes
+
+
+def _casts_master(span: Span, placement: Placement, setup: Setup) -> bool:
+    """Whether masters on the device are cast into the gathered span before each gather: no slice in the compute dtype rests."""
+    if stays(span, placement, setup.policy) or span.spec.compute_dtype == span.spec.master_dtype:
+        return False
+    return placement.parameters is Tier.DEVICE and all(tier is Tier.DEVICE for tier, _ in placement.optimizer)
 
 
 def _shares_array(span: Span, placement: Placement) -> bool:
@@ -206,18 +213,9 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
 
 
 def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
-    """Bytes per gradient element at rest.
-
-    Float32 (the master's type) is what sums over ranks and backwards need. Alone, with one backward per step, a gradient that
-    rests below the device keeps the type it came in, but for float16, which loss scalers unscale. Stepped in backward, it does
-    not rest.
-    """
-    if tier is Tier.DEVICE:
-        return itemsize(span.spec.master_dtype)
-    if setup.backward_per_step == 1 and setup.step_in_backward:
+    """Bytes per stored gradient element: the master's dtype. With `step_in_backward` and one backward per step, none is stored."""
+    if tier is not Tier.DEVICE and setup.backward_per_step == 1 and setup.step_in_backward:
         return 0
-    if setup.backward_per_step == 1 and setup.world_size == 1 and span.spec.compute_dtype != "float16":
-        return itemsize(span.spec.compute_dtype)
     return itemsize(span.spec.master_dtype)
 
 

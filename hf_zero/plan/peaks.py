@@ -283,11 +283,11 @@ def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
 
 
 def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Host: a block for gradients that rest in another type than their masters', two for parameters that are cast on their way
-    up to the device, and what is under way of the disk tier: slabs, and parameters that are stepped over whole.
+    """Host: blocks of parameters that are cast on their way up to the device, and what is under way of the disk tier: slabs, and
+    parameters that are stepped over whole.
     """
     sizes = setup.sizes
-    block = lanes = blocks = records = largest = 0
+    lanes = blocks = records = largest = 0
     for span, placement in zip(layout.spans, placements):
         compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
         for tier, numel in placement.optimizer:
@@ -305,12 +305,10 @@ def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -
         below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
         if span.spec.compute_dtype == span.spec.master_dtype or not below:
             continue
-        if (gradient_itemsize(span, Tier.HOST, setup) or (compute if setup.world_size == 1 else master)) != master:
-            block = max(block, sizes.block_numel * master)
         if placement.parameters is Tier.DEVICE:
             blocks += sum(-(-numel // sizes.block_numel) for numel in below)
             lanes = max(lanes, sizes.block_numel * compute)
-    return block + min(1 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, records) * largest
+    return min(0 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, records) * largest
 
 
 def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> tuple[int, int]:
