@@ -213,7 +213,7 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
 
 
 def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
-    """Bytes per stored gradient element: the master's dtype. With `step_in_backward` and one backward per step, none is stored."""
+    """Bytes per stored gradient element: the master's. With `step_in_backward` and one backward per step none is stored."""
     if tier is not Tier.DEVICE and setup.backward_per_step == 1 and setup.step_in_backward:
         return 0
     return itemsize(span.spec.master_dtype)

@@ -283,8 +283,8 @@ def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
 
 
 def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Host: blocks of parameters that are cast on their way up to the device, and what is under way of the disk tier: slabs, and
-    parameters that are stepped over whole.
+    """Host: blocks of parameters that are cast on their way up to the device, and what is under way of the disk tier: slabs,
+    and parameters that are stepped over whole.
     """
     sizes = setup.sizes
     lanes = blocks = records = largest = 0
