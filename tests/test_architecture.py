@@ -23,7 +23,7 @@ PACKAGE = ROOT / "hf_zero"
 # docs/DESIGN.md says what each folder is for. A folder imports only folders to its left; lazy imports and those for type
 # checkers count. The public `__init__` imports what it likes.
 FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "plan", "engine", "compat", "diagnostics",
-           "runtime", "params", "huggingface", "cli")  # fmt: skip
+           "params", "huggingface", "cli")  # fmt: skip
 """The empty one: `config`, `errors` and `version`, beside the folders."""
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.

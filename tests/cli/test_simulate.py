@@ -14,8 +14,8 @@ import hf_zero as zero
 from hf_zero.cli import main as cli
 from hf_zero.cli.simulate import Record, Valueless, recorded_step
 from hf_zero.comm.recorded import absent_ranks
+from hf_zero.diagnostics.usage import predicted
 from hf_zero.plan.timeline import Computed
-from hf_zero.runtime.usage import predicted
 from hf_zero.tiers.tier import Tier
 
 CASES = [(1, "no", 1), (1, "bf16", 2), (2, "no", 2), (2, "bf16", 1), (3, "no", 1), (3, "bf16", 2)]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.checkpoint.weights import persistent_buffers
-from hf_zero.runtime.engine import engine_of
-from hf_zero.runtime.values.deferred import birth_of
+from hf_zero.params.deferred import deferred_of as birth_of
+from hf_zero.params.engine import engine_of
 from tests.huggingface.test_from_pretrained import differences, edit
 from tests.huggingface.test_weights import FAMILIES, build
 from tests.kit.pool import RankPool

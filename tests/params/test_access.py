@@ -11,8 +11,8 @@ from torch import Tensor
 import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
-from hf_zero.runtime.transports import Roads
 from tests.kit.pool import RankPool
+from tests.kit.transports import Roads
 from tests.models import gpt2, ids
 
 pytestmark = pytest.mark.gloo
@@ -38,7 +38,7 @@ def repartitioned(rank: int, world: int, stage: int) -> None:
                 unsharded.append(sum(p.numel() for p in whole))
             return super().gather(full, own, tag, cuts)
 
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), roads=Roads(wire=Watching))
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), **Roads(wire=Watching).given)
     tokens = ids(rank, 0)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()

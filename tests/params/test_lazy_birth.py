@@ -16,20 +16,15 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.checkpoint.safetensors import read_header
-
-if zero.Init.__module__ == "hf_zero.params.init":  # development only
-    from hf_zero.runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
-else:
-    from hf_zero.params.deferred import born, born_at_rest, slice_bounds
-    from hf_zero.params.deferred import deferred_of as birth_of
-
+from hf_zero.params.deferred import born, born_at_rest, slice_bounds
+from hf_zero.params.deferred import deferred_of as birth_of
 from hf_zero.tiers.array import DiskArray, FilePieces, FileSource, OnDisk, Stamp
 from hf_zero.tiers.disk import Disk
 from hf_zero.tiers.tier import Meter, Tier
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
-OLD = zero.Init.__module__ == "hf_zero.params.init"  # development only
+OLD = False
 
 SHAPES = {"first.weight": (7, 5), "first.bias": (7,), "second.weight": (3, 7), "second.bias": (3,)}
 X = torch.linspace(-1, 1, 20).view(4, 5)

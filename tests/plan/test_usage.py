@@ -16,15 +16,15 @@ import torch
 
 import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
+from hf_zero.diagnostics import usage
 from hf_zero.plan.costs import STATES, TIERS
 from hf_zero.plan.outline import Architecture, Batch
 from hf_zero.plan.peaks import memory_of
 from hf_zero.plan.plan import candidates
 from hf_zero.plan.work import ROADS
-from hf_zero.runtime import usage
-from hf_zero.runtime.transports import Roads
 from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
 from tests.kit.families import mixtral, t5, vit
+from tests.kit.transports import Roads
 
 pytestmark = pytest.mark.gloo
 
@@ -34,7 +34,7 @@ def build(**settings: Any) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
     model = gpt2(n_embd=64, n_layer=settings.pop("layers", 3), tie_word_embeddings=False)
     optimizer = optimizer_for(model, 2)
     config, roads = zero.ZeroConfig(**settings), Roads(limits=limits)
-    return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
+    return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, **roads.given)
 
 
 def backward(model: Any, engine: zero.Engine, rank: int, step: int, micros: int = 1, *, defer: bool = False) -> None:

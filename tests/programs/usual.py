@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,7 @@ def is_sharded(setting: Setting) -> bool:
 def is_released(setting: Setting) -> bool:
     """Whether parameters have no memory between their uses."""
     is_whole = setting.ranks == setting.replicas and setting.params_tier == "none"
-    return setting.stage == 3 and not (is_whole and os.environ.get("HF_ZERO_NEXT"))  # development only
+    return setting.stage == 3 and not is_whole
 
 
 def without_memory(param: nn.Parameter) -> bool:
