@@ -98,7 +98,26 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
                         f"optimizer state of {spec.name!r}: rank {rank} has {sorted({*shapes, *single})}, an earlier rank "
                         "has others or other step counts: not every rank has made the same steps"
                     )
-    return {name: one for name, one in out.items() if one.arrays or one.scalars}
+    found = {name: one for name, one in out.items() if one.arrays or one.scalars}
+    _add_empty(binding, found)
+    return found
+
+
+def _add_empty(binding: Binding, found: dict[str, ParameterState]) -> None:
+    """Parameters without elements are in no segment: they have the states that others of their group have."""
+    group_of, like = binding.group_of, dict[int, ParameterState]()
+    empty = []
+    for span in binding.spans:
+        for slot, param in zip(span.layout.slots, span.params):
+            state = found.get(slot.spec.name)
+            if state is not None:
+                like.setdefault(group_of[param], state)
+            elif not slot.spec.numel and param.requires_grad:
+                empty.append((slot.spec, group_of.get(param)))
+    for spec, group in empty:
+        if group in like:
+            arrays = {name: (dtype, spec.shape) for name, (dtype, _) in like[group].arrays.items()}
+            found[spec.name] = ParameterState(spec.shape, arrays, like[group].scalars)
 
 
 def mark_of(state: ParameterState | None) -> object:
