@@ -125,7 +125,7 @@ def shard(
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
-        _check_offload(config, precision, storage, len(optimizers))
+        _check_offload(config, precision, storage, len(optimizers), shows_grads=bool(events.segment_grad_read))
         if storage.uses_disk and (needed := made.memory.at_rest(Tier.DISK)):
             storage.disk.give_back(storage.disk.take(needed))  # refuses a disk without room
         build_units(context, drafter, specs, made.placements)
@@ -156,8 +156,13 @@ def _on_disk(placement: Placement) -> bool:
     return placement.parameters is Tier.DISK or any(tier is Tier.DISK for tier, _ in placement.optimizer)
 
 
-def _check_offload(config: ZeroConfig, precision: Precision, storage: Storage, optimizers: int) -> None:
+def _check_offload(
+    config: ZeroConfig, precision: Precision, storage: Storage, optimizers: int, *, shows_grads: bool
+) -> None:
     """
+    Args:
+        shows_grads: an observer shows the optimizer's groups gradients that are on disk.
+
     Raises:
         ConfigError: the folder of the disk tier cannot be used; fp16 with gradients that a loss scaler cannot see;
             `step_in_backward` with several optimizers.
@@ -171,9 +176,13 @@ def _check_offload(config: ZeroConfig, precision: Precision, storage: Storage, o
         )
     if precision.autocast_dtype != torch.float16 or config.offload_optimizer == "none":
         return
-    if config.step_in_backward or config.offload_optimizer != "cpu":
-        setting = "step_in_backward" if config.step_in_backward else f"offload_optimizer={config.offload_optimizer!r}"
+    if config.step_in_backward:
         raise ConfigError(
-            f"mixed_precision='fp16' needs gradients that the loss scaler can check, and {setting} does not keep them in "
-            "memory. Use bf16, or offload_optimizer='cpu'"
+            "step_in_backward does not go with fp16: whether a gradient overflowed is known only after the backward. Use bf16, "
+            "or set step_in_backward to False"
+        )
+    if config.offload_optimizer != "cpu" and not shows_grads:
+        raise ConfigError(
+            f"mixed_precision='fp16' needs gradients that the loss scaler can check, and the core alone shows none of "
+            f"offload_optimizer={config.offload_optimizer!r}. Use zero.shard, bf16, or offload_optimizer='cpu'"
         )
