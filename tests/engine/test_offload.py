@@ -154,13 +154,13 @@ def stored(rank: int, world: int, folder: str, tier: str) -> None:
     loss_of(model, rank, 0).backward()
     grads = [span.bucket.grad for unit in engine.units for span in unit.trained]
     optimizer.step()
-    engine.detach()
     moments = [state["exp_avg"] for state in optimizer.state.values()]
     assert moments
     assert all(isinstance(value, OnDisk if tier == "disk" else Tensor) for value in [*moments, *grads])
     if tier == "disk":
         with pytest.raises(StateError, match="on disk"):
             moments[0].add_(1)
+    engine.detach()
 
 
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
