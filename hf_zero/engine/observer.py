@@ -84,8 +84,11 @@ class Observer:
         `segment_data_read(segment, values)`: user code reads `data` of a tensor in a group, outside a step.
     """
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, optimizers: Sequence[Any]) -> None:
         """Called before anything has changed. Raises a named error for a model that the observer cannot follow."""
+
+    def refused(self) -> None:
+        """Called once, in place of `attach`, when the engine was not built after `check`."""
 
     def attach(self, engine: Any) -> None:
         """Called once, when all units are built and before the first event."""

@@ -92,7 +92,7 @@ def shard(
         if any(place_of(param) is not None for param in model.parameters()):
             raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
         for observer in observers:
-            observer.check(model)
+            observer.check(model, optimizers)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)

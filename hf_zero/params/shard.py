@@ -64,17 +64,23 @@ def shard(
     model, compile_ = take_wrapper_off(model)
     check_ready(model)
     config = config or ZeroConfig()
-    engine = shard_core(
-        model,
-        optimizer,
-        config,
-        [*compat.observers(), *diagnostics.observers(config)],
-        mixed_precision=mixed_precision,
-        device=device_from(device),
-        machine=machine or Machine(),
-        kind=Engine,
-        **transports,
-    )
+    observers = [*compat.observers(), *diagnostics.observers(config)]
+    try:
+        engine = shard_core(
+            model,
+            optimizer,
+            config,
+            observers,
+            mixed_precision=mixed_precision,
+            device=device_from(device),
+            machine=machine or Machine(),
+            kind=Engine,
+            **transports,
+        )
+    except BaseException:
+        for observer in observers:
+            observer.refused()
+        raise
     _check_first_forward(engine)
     _log(engine)
     if compile_ is not None:
