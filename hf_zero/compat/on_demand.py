@@ -78,10 +78,15 @@ class OnDemand(Observer):
 
     def _keep(self, unit: Unit, views: Sequence[Tensor]) -> None:
         has_graph = any(view.requires_grad for view in views)
-        if has_graph or not views:
-            self._untracked.add(unit)
-        self._views.setdefault(unit, []).extend(map(_weak, views if not has_graph else ()))
+        self._watch(unit, () if has_graph else views)
         self._schedule.keep(unit, to_step=has_graph)
+
+    def _watch(self, unit: Unit, views: Sequence[Tensor]) -> None:
+        """User code got these views of a unit's memory; none: something that no weak reference follows."""
+        if unit.is_held or not views:
+            self._untracked.add(unit)
+        if not unit.is_held:  # else ranks need not read alike, and cannot agree on what is left
+            self._views.setdefault(unit, []).extend(map(_weak, views))
 
     def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
         for tensor in found:  # a forward may return a part of its weight
@@ -95,7 +100,7 @@ class OnDemand(Observer):
     def data_read(self, param: nn.Parameter, values: Tensor) -> None:
         place = place_of(param)
         if place is not None and not place.span.stays and place.unit.is_shown:  # in a forward of the unit
-            self._views.setdefault(place.unit, []).append(_weak(values))
+            self._watch(place.unit, [values])
 
     def _drop_unused(self, used: Sequence[Unit]) -> None:
         """Release units whose views are gone. The ranks agree on it: garbage is collected when it pleases them."""
@@ -108,21 +113,25 @@ class OnDemand(Observer):
                     self._schedule.release(unit)
 
     def unit_resharded(self, unit: Unit) -> None:
-        views = self._views.pop(unit, None)
-        if views is None:
+        views, is_untracked = self._views.pop(unit, None), unit in self._untracked
+        if views is None and not is_untracked:
             return
-        self._old[unit.name] = views
-        alive = _any_alive(views)
+        self._untracked.discard(unit)
+        if views is not None:
+            self._old[unit.name] = views
+        alive = _any_alive(views or ())
         for span in unit.spans:
             # Memory that numpy has seen cannot be resized, also when the array is gone.
             is_fixed = not span.full.untyped_storage().resizable()
-            is_seen = unit in self._untracked and span.references > self._usual[span]
+            is_seen = is_untracked and span.references > self._usual[span]
             if not span.stays and (alive or is_fixed or is_seen):
                 span.leave_storage()
-        self._untracked.discard(unit)
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         self._end_views()
+
+    def before_unsharded(self) -> None:
+        self._end_views()  # inside, one rank alone may run a forward
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._end_views()

@@ -357,9 +357,9 @@ class Engine:
         self.schedule.quiesce()
         self.wait_for_steps()
         self._bound.follow_writes()  # inside, nothing is sent
-        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         for event in self.events.before_unsharded:
             event()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         context.is_unsharded, self.hold = True, hold
         try:
             yield

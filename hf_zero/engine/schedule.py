@@ -62,7 +62,7 @@ class Schedule:
         # Forward
         self._running: list[int] = [0] * len(self.units)
         self._depth = 0  # of calls of the root
-        self._keeps = False  # a backward may follow this forward: units of `Context.kept` stay
+        self._keeps = False  # this forward, or a part of it, builds a graph
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
@@ -127,11 +127,16 @@ class Schedule:
         ):  # else another rank's forward may have a graph, and keeps it
             self._tail.release()
             self._tail = None
-        self._release_prefetched(keeps=self._keeps)
+        self._release_prefetched(keeps=self._keeps_units)
         for event in self.events.after_forward:
             event(output)
         if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
+
+    @property
+    def _keeps_units(self) -> bool:
+        """A backward may follow: units of `Context.kept` stay. Also where this forward has a graph on other ranks alone."""
+        return self._keeps or bool(self.tape.uses)
 
     def _release_prefetched(self, *, keeps: bool = False) -> None:
         if self.frees:
@@ -218,7 +223,7 @@ class Schedule:
             return
         if not in_backward:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
-            if not (self._keeps and unit.index in self.context.kept):
+            if not (unit.index in self.context.kept and self._keeps_units):
                 self._tail = unit
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
