@@ -18,14 +18,14 @@ from ..errors import LayoutError, RankMismatchError
 from .context import Context
 from .optimizer import Binding, Groups
 from .optimizer_kinds import Kind, kind_of
+from .parameter import place_of
 from .segments import Segment, first_segments
 from .span import Span
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 Source = tuple[str, Any]
 """What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name).
-
-A group without segments on this rank has an empty tensor, so that every rank sees its group moved."""
+"""
 Held = tuple[list[Source], list[str]]
 """Sources of one group in their order, and names of the parameters that have elements in its segments here."""
 
@@ -122,11 +122,12 @@ def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> l
 
 
 def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[Held]:
-    segments: dict[int, tuple[int, int, Segment | None]] = {}
-    for number, binding in enumerate(bindings):
-        for before, group_segments in enumerate(binding.segments):
-            segments |= {id(each.tensor): (number, before, each) for each in group_segments}
-            segments[id(binding.empty_of(before))] = number, before, None
+    segments = {
+        id(each.tensor): (number, before, each)
+        for number, binding in enumerate(bindings)
+        for before, group in enumerate(binding.segments)
+        for each in group
+    }
     out: list[Held] = []
     for at, group in enumerate(optimizer.param_groups):
         sources: dict[Source, None] = {}
@@ -136,8 +137,7 @@ def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: 
             if found is not None:
                 number, group_before, segment = found
                 sources["segments", (number, group_before)] = None
-                if segment is not None:
-                    members += [segment.span.name_of(index) for index in segment.members]
+                members += [segment.span.name_of(index) for index in segment.members]
             elif tensor in names:
                 sources["parameter", names[tensor][0]] = None
             else:
@@ -246,11 +246,25 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
                 if found_at is not None:
                     found_at[0].segments[found_at[1]].append(segment)
     for binding in bindings:
+        for group, params in zip(binding.segments, binding.originals):
+            if params and not group:
+                group.append(_without_elements(params))
         if binding.kind is Kind.MATRICES:  # in the order of the parameters: sums over several are rounded in that order
             order = {param: number for number, param in enumerate(p for params in binding.originals for p in params)}
             for group in binding.segments:
-                group.sort(key=lambda segment: order[segment.span.params[segment.members[0]]])
+                group.sort(key=lambda segment: order[segment.span.params[segment.members[0]]] if segment.members else -1)
         binding.show_segments()
+
+
+def _without_elements(params: Sequence[nn.Parameter]) -> Segment:
+    """What a group holds of which this rank has no elements."""
+    place = place_of(params[0])
+    if place is None:
+        raise LayoutError("a parameter of an optimizer is not of the sharded model")
+    segment = Segment(place.span, 0, 0, [])
+    segment.tensor.requires_grad_(any(param.requires_grad for param in params))
+    segment.show_flag()
+    return segment
 
 
 def _segments_for(

@@ -160,7 +160,7 @@ class Stepper:
             for segment in group:
                 span = segment.span
                 bucket = span.bucket
-                if span not in unit.trained or span.tier is Tier.DEVICE:
+                if span not in unit.trained or span.tier is Tier.DEVICE or not segment.members:
                     continue
                 if segment.has_grad or binding.moves_all:
                     known = dict(binding.state_of(segment))

@@ -57,7 +57,6 @@ class Binding:
         self.param_names: dict[nn.Parameter, str] = {}
         for group, params in zip(optimizer.param_groups, originals):
             self.param_names |= dict(zip(params, group.get("param_names", ())))
-        self._empty: dict[int, nn.Parameter] = {}
 
     @property
     def group_of(self) -> dict[nn.Parameter, int]:
@@ -66,8 +65,8 @@ class Binding:
     def show_segments(self) -> None:
         """The groups hold what `segments` says."""
         groups = self.optimizer.param_groups
-        for number, (group, mine) in enumerate(zip(groups, self.segments)):
-            group["params"] = [segment.tensor for segment in mine] or [self.empty_of(number)]
+        for group, mine in zip(groups, self.segments):
+            group["params"] = [segment.tensor for segment in mine]
         self._shown = [list(map(id, group["params"])) for group in groups]
 
     def hide_offloaded(self) -> None:
@@ -95,12 +94,6 @@ class Binding:
                         entries[name] = value.clone()
                 before.copy_(values.reshape(-1))
                 segment.tensor.data = before.view(segment.tensor.shape)
-
-    def empty_of(self, group: int) -> nn.Parameter:
-        """Return what a group holds of which this rank has no elements: a tensor without any, which takes flags."""
-        if group not in self._empty:
-            self._empty[group] = nn.Parameter(torch.empty(0, device=self._context.device))
-        return self._empty[group]
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
         found: dict[str, Any] = dict.get(self.optimizer.state, segment.tensor, {})

@@ -76,7 +76,7 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
     mine: list[Described] = []
     failure: ZeroError | None = None
     try:
-        mine = [_described(binding, segment) for group in binding.segments for segment in group]
+        mine = [_described(binding, segment) for group in binding.segments for segment in group if segment.members]
     except ZeroError as error:
         failure = error
     is_shared = any(span.layout.shards > 1 for span in binding.spans)

@@ -95,6 +95,9 @@ def _offloaded_in(values: Any) -> list[OffloadedSegmentTensor]:
 class Segment:
     """Elements `start` to `stop` of a span's slice.
 
+    A group of which this rank has no elements holds one segment without members: every rank takes part in what user code
+    does with a group, and sees its flags.
+
     Attributes:
         members: indices of the parameters that have elements here, in order.
         tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
@@ -123,9 +126,11 @@ class Segment:
     @property
     def is_matrix(self) -> bool:
         """The segment is one parameter of true shape."""
-        return self.span.layout.is_whole
+        return bool(self.members) and self.span.layout.is_whole
 
     def _values(self) -> Tensor:
+        if not self.members:
+            return torch.empty(0, dtype=self.span.master_dtype, device=self.span.device)
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
             return torch.full((), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
@@ -147,8 +152,7 @@ class Segment:
 
     @property
     def shape(self) -> torch.Size:
-        spec = self.span.layout.slots[self.members[0]].spec
-        return torch.Size(spec.shape if self.is_matrix else (self.numel,))
+        return torch.Size(self.span.layout.slots[self.members[0]].spec.shape if self.is_matrix else (self.numel,))
 
     def report_grad(self, reports: bool) -> None:
         """Let access to the tensor's `grad` and `data` be events, or not."""
@@ -178,8 +182,9 @@ class Segment:
 
     def show_flag(self) -> None:
         """Give the optimizer's tensor `requires_grad` of its parameters."""
-        self.trains = any(self.span.params[index].requires_grad for index in self.members)
-        self.tensor.requires_grad_(self.trains)
+        if self.members:
+            self.tensor.requires_grad_(any(self.span.params[index].requires_grad for index in self.members))
+        self.trains = self.tensor.requires_grad
 
     def refill(self) -> None:
         """Make the tensor again, of other bounds or members."""
