@@ -14,9 +14,8 @@ import torch
 
 import hf_zero as zero
 from hf_zero.comm.inflight import Inflight
-from hf_zero.tiers.host import Link
 from hf_zero.tiers.pool import Storage
-from hf_zero.tiers.tier import Meter, Tier
+from hf_zero.tiers.tier import Meter
 from tests.kit import common
 from tests.kit.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Hazard, Mode, Watch
