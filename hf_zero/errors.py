@@ -34,14 +34,6 @@ class StallError(ZeroError, RuntimeError):
     """Ranks that wait for each other and will not meet, or for one that has ended. Raised on every rank that lives."""
 
 
-def is_told(error: StallError) -> bool:
-    """Whether it was raised while another StallError was on its way to the program."""
-    before = error.__context__
-    while before is not None and not isinstance(before, StallError):
-        before = before.__context__
-    return before is not None
-
-
 class UnsupportedOptimizerError(ZeroError, TypeError):
     """An optimizer that needs whole tensors, where each rank holds only flat slices of them."""
 

@@ -238,7 +238,7 @@ def run(options: SimulateOptions) -> None:
     writable(options.plot)
     given: dict[str, Any] = {"stage": options.zero_stage, "replicas": options.zero_replicas, "wire": options.zero_wire}
     given["units"] = options.zero_units
-    config = ZeroConfig(**given, device_memory=options.device_memory)
+    config = ZeroConfig(**given, keep_gathered=options.keep_gathered)
     config.check_world_size(options.world_size)
     hardware = _hardware(options)
     empty = _empty(options.model)

@@ -132,16 +132,6 @@ def same_structure(
             raise RankMismatchError(_first_difference(everyone[0], theirs, rank))
 
 
-def same_answer(wire: SoloWire, mine: bool, what: str) -> None:
-    """Raises:
-    RankMismatchError: on every rank, where ranks answer `what` differently.
-    """
-    answers: list[bool] = wire.exchange(mine)
-    for rank, theirs in enumerate(answers):
-        if theirs is not answers[0]:
-            raise RankMismatchError(f"ranks differ in {what}: rank 0 says {answers[0]}, rank {rank} says {theirs}")
-
-
 def _which(optimizer: int) -> str:
     """Of several optimizers, in a line that one rank shows another."""
     return f" of optimizer {optimizer}" if optimizer else ""

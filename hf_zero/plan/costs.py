@@ -62,10 +62,6 @@ class Setup:
     """All micro-batches of a step but its last are inside `no_sync(defer=True)`."""
     kept: frozenset[int] = frozenset()
     """Units, by their place in the layout, that stay gathered between a forward and its backward."""
-    parts: frozenset[int] = frozenset()
-    """Units of which each rank keeps its part of what was gathered meanwhile, cut among the ranks of its node."""
-    node_ranks: int = 1
-    """Ranks of a node, where parameters are sharded over more than one; 1: else."""
 
     @property
     def reduces_once(self) -> bool:
@@ -122,11 +118,6 @@ def shares_memory(span: Span, policy: StagePolicy) -> bool:
     """Whether `own` is the master where both rest in one tier: of one type, and never overwritten with what is gathered."""
     rounded = policy.keep_full and gather_codec(span) is not None
     return span.spec.compute_dtype == span.spec.master_dtype and not rounded
-
-
-def part_numel(span: Span, node_ranks: int) -> int:
-    """Elements of a gathered span that each rank of a node keeps; the last ones may keep fewer."""
-    return -(-span.numel // node_ranks)
 
 
 def stays(span: Span, placement: Placement, policy: StagePolicy) -> bool:

@@ -17,7 +17,6 @@ from .costs import (
     Setup,
     disk_bytes,
     gradient_itemsize,
-    part_numel,
     state_bytes,
     stays,
     stored_itemsize,
@@ -53,8 +52,6 @@ class _UnitBytes:
     """The largest second one, of values that are cast."""
     down: list[int] = field(default_factory=list)
     """Gradients that go down to host memory through a buffer each."""
-    part: int = 0
-    """Kept of `full` on each rank of a node between forward and backward; 0: nothing."""
 
 
 @dataclass(slots=True)
@@ -100,9 +97,6 @@ def _look_at_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
         if begins:
             there += unit.full
         else:
-            there += unit.part  # copied while all of it is there, and the next one has been fetched
-            if unit.part and following is not None and following.use.first > unit.use.last:
-                out.gathered = max(out.gathered, there + following.full)
             there -= 0 if unit.stays else unit.full
         ahead = following.full if begins and following is not None else 0
         out.gathered = max(out.gathered, there + ahead)
@@ -113,7 +107,7 @@ class _Backward:
     """What is there while a backward goes through the units, in the order of their reduces: those used first last.
 
     Attributes:
-        there: gathered of units that backward is in, or that stay, and parts of others; `ahead`: of the one that was fetched.
+        there: gathered of units that backward is in, or that stay; `ahead`: of the one that was fetched.
         put_off: the unit that is fetched when the reduce under way is over. Not among replicas (`fetches_late`).
         moving: bucket and mean of that reduce; `coming`: the gradients that come to rest with it.
         waiting: gradients that autograd keeps until it has others of the same parameter.
@@ -123,7 +117,7 @@ class _Backward:
     def __init__(self, out: Passing, units: Sequence[_UnitBytes], setup: Setup, *, fetches_late: bool) -> None:
         self.out, self.units, self.fetches_late = out, units, fetches_late
         self.alone, self.adds = setup.world_size == 1, setup.backward_per_step > 1 and not setup.reduces_once
-        self.there, self.ahead = sum(unit.full for unit in units if unit.stays) + sum(unit.part for unit in units), 0
+        self.there, self.ahead = sum(unit.full for unit in units if unit.stays), 0
         self.waiting = self.moving = self.coming = 0
         self.kept = sum(unit.kept for unit in units) if self.adds else 0
         self.held = sum(unit.held for unit in units)
@@ -132,7 +126,6 @@ class _Backward:
         self.next_of = {
             at: next((later for later in walk[n + 1 :] if not units[later].stays), None) for n, at in enumerate(walk)
         }
-        self._parted: set[int] = set()
         # Of what comes at one moment the entries are first, then gradients, then units leave.
         events = [(-units[at].use.last, 0, self.enter, at) for at in walk]
         events += [(-unit.use.first, 1, self.reduce, at) for at, unit in enumerate(units) if unit.fresh or unit.held]
@@ -160,27 +153,17 @@ class _Backward:
         if self.fetches_late and self.ahead and self.moving and (unit.fresh or unit.held):
             self.put_off, self.ahead = following, 0
         self.look(self.moving + self.waiting)
-        self.join(at)
-        if following is not None and self.put_off is None:
-            self.join(following)
 
     def fetch(self) -> None:
         if self.put_off is not None:
             self.end_reduce()
             self.ahead = self.units[self.put_off].full
             self.look(self.waiting)
-            self.join(self.put_off)
             self.put_off = None
 
     def end_reduce(self) -> None:
         self.kept += 0 if self.adds else self.coming
         self.moving = self.coming = 0
-
-    def join(self, at: int) -> None:
-        """It is there: its part has gone into place."""
-        if at not in self._parted:
-            self._parted.add(at)
-            self.there -= self.units[at].part
 
     def reduce(self, at: int) -> None:
         unit, use = self.units[at], self.units[at].use
@@ -225,7 +208,6 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
         if stays(span, placement, setup.policy):
             continue
         out.full += span.numel * compute
-        out.part += part_numel(span, setup.node_ranks) * compute if at in setup.parts else 0
         if placement.parameters is Tier.DISK:
             stored = stored_itemsize(span, placement, setup)
             out.reads += span.slice_numel * stored

@@ -103,7 +103,6 @@ class PlanInputs:
         backward_per_step: micro-batches that add up to a step.
         in_files: names of parameters whose values the model's own files have, and may keep.
         sizes: of the blocks and records that offloaded state is updated and moved in.
-        node_ranks: neighbouring ranks that share a machine, where parameters are sharded over more than one; 1: not told.
 
     Raises:
         ConfigError: an offload that the stage does not allow, a layout for another number of ranks, a number below its least.
@@ -119,14 +118,12 @@ class PlanInputs:
     backward_per_step: int = 1
     in_files: frozenset[str] = frozenset()
     sizes: Sizes = SIZES
-    node_ranks: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (
             ("world_size", 1),
             ("backward_per_step", 1),
             ("optimizer_tensors", 0),
-            ("node_ranks", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
@@ -149,8 +146,6 @@ class PlanInputs:
     @cached_property
     def setup(self) -> Setup:
         """What the formulas of `costs` need of it."""
-        shards = self.layout.shards
-        is_over_nodes = 1 < self.node_ranks < shards and shards % self.node_ranks == 0
         return Setup(
             self.config.policy_for(self.world_size),
             self.world_size,
@@ -162,7 +157,6 @@ class PlanInputs:
             self.in_files,
             self.sizes,
             self.config.wire,
-            node_ranks=self.node_ranks if is_over_nodes else 1,
         )
 
     @property

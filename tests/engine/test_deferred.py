@@ -14,14 +14,13 @@ import torch
 
 import hf_zero as zero
 from hf_zero.comm.inflight import Inflight
-from hf_zero.runtime.transports import Roads
-from hf_zero.tiers.host import Link
 from hf_zero.tiers.pool import Storage
-from hf_zero.tiers.tier import Meter, Tier
+from hf_zero.tiers.tier import Meter
 from tests.kit import common
 from tests.kit.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Hazard, Mode, Watch
 from tests.kit.offloading import SMALL, equal, pairwise, same, unequal, values
+from tests.kit.transports import Roads
 
 pytestmark = pytest.mark.gloo
 
@@ -29,7 +28,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "dtype": ("no", "bf16"),
     "accumulation": (1, 3),
-    "offload_optimizer": ("none", "cpu", "disk", "mixed"),
+    "offload_optimizer": ("none", "cpu", "disk"),
     "offload_params": ("none", "cpu", "disk"),
     "model": ("gpt2", "bert"),
     "clip": (None, 0.5),
@@ -222,147 +221,6 @@ def test_codes(two, tmp_path, mode):
     assert two.run(coded, mode, str(tmp_path)) == [[]] * 2
 
 
-# Out of memory in the middle of a pass ----------------------------------------------------------------------------------
-
-
-class Scarce(Storage):
-    """Device memory of which the allocation that `turns` names finds none, the first time it asks or for good."""
-
-    turns: Callable[[], bool] = staticmethod(lambda: False)
-    for_good = False
-
-    def allocate(self, kind: str, what: str, bytes_: int, make: Callable[[], Any]) -> Any:
-        fails = self.turns()
-        if fails and self.for_good:
-            raise zero.OutOfMemoryError("none, says the test")
-        left = [fails]
-
-        def first() -> Any:
-            if left.pop() if left else False:
-                raise torch.OutOfMemoryError("none, says the test")
-            return make()
-
-        return super().allocate(kind, what, bytes_, first)
-
-
-def pressed(rank: int, world: int, folder: str, stage: int, dtype: str, every: int, mode: Mode) -> list[str]:
-    """The last rank runs short of memory again and again; what it moves is nobody else's business."""
-    case = Case(stage=stage, dtype=dtype, accumulation=2, steps=4, groups=2)
-    reference, engine = train_engine(rank, world, case)
-    engine.detach()
-    params = "auto" if stage == 3 else "none"
-    watch = Watch(mode)
-    moves: list[str] = []
-
-    def made(engine: zero.Engine) -> None:
-        watch.watch(engine)
-        if rank == world - 1:
-            count = itertools.count(1)
-            engine.offload.storage.turns = lambda: next(count) % every == 0  # type: ignore[attr-defined]
-            moves.append("")
-            engine.offload.monitor.moves = moves  # type: ignore[union-attr]
-
-    case = replace(case, offload_optimizer="auto", offload_params=params, sizes=SMALL)
-    roads = replace(watch.roads, storage=Scarce)
-    result, engine = train_engine(rank, world, case, folder, roads, made)
-    engine.detach()
-    wrong = watch.finish() + unequal(result, reference)
-    if rank == world - 1 and not any("optimizer state" in line for line in moves):
-        wrong.append("no room was made")
-    wrong += [line for line in moves if "parameters of" in line]  # those go between steps only
-    return [f"rank {rank}, stage {stage} {dtype} {mode}, 1 of {every}: {line}" for line in wrong[:4]]
-
-
-@pytest.mark.parametrize(("world", "stage", "dtype"), [(1, 3, "bf16"), (2, 1, "no"), (2, 2, "bf16"), (2, 3, "no")])
-def test_room_made_in_a_pass_touches_nothing_in_use(pools, tmp_path, world, stage, dtype):
-    found = pools[world].run(pressed, str(tmp_path), stage, dtype, 3, Mode.LAST)
-    assert not (wrong := [line for lines in found for line in lines]), "\n".join(wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("dtype", ["no", "bf16"])
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3), (3, 3)])
-def test_room_made_in_a_pass_touches_nothing_in_use_in_full(pools, tmp_path, world, stage, dtype):
-    found = []
-    for every, mode in itertools.product((1, 2, 3, 5, 7), Mode):
-        found += pools[world].run(pressed, str(tmp_path), stage, dtype, every, mode)
-    assert not (wrong := [line for lines in found for line in lines]), "\n".join(wrong)
-
-
-def larger(rank: int, world: int, folder: str, stage: int) -> list[str]:
-    """The second micro-batch of a step is larger, and room is made for it while gradients of the first wait in buckets."""
-    case = Case(stage=stage, dtype="bf16", steps=2)
-    results, moves = [], []
-    spare = [None]
-    for offload in ("none", "auto", "auto"):
-        model = gpt2(n_layer=4)
-        optimizer = optimizer_for(model, 1)
-        config = zero.ZeroConfig(
-            stage=stage, offload_optimizer=offload, offload_dir=folder, device_memory=spare[-1], host_memory=1 << 40
-        )
-        engine = zero.shard(model, optimizer, config, mixed_precision="bf16")
-        spare.append(engine.plan.memory.at_most(Tier.DEVICE) + 20_000 if offload == "auto" else None)
-        for step in range(2):
-            for micro, repeat in ((0, 1), (1, 4)):
-                with contextlib.nullcontext() if micro else engine.no_sync():
-                    ids = batch(step, micro, rank).repeat(repeat, 1)
-                    model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        moves.append([] if engine.offload.monitor is None else list(engine.offload.monitor.moves))
-        results.append([*model.state_dict().values()])
-        engine.detach()
-    wrong = [] if equal(results[0], results[1]) and equal(results[0], results[2]) else [f"{case}: weights differ"]
-    return wrong if moves[2] else [*wrong, "nothing moved"]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_room_for_a_larger_batch_keeps_gradients_that_wait(two, tmp_path, stage):
-    assert two.run(larger, str(tmp_path), stage) == [[], []]
-
-
-# One rank's own moves ---------------------------------------------------------------------------------------------------
-
-
-def moved_here(rank: int, world: int, folder: str, dtype: str, collective: bool) -> list[str]:
-    """The last rank's monitor takes parameters to the disk, and others do not: the order of collectives stays theirs."""
-    results = []
-    for watched in (False, True):
-        watch = Watch(Mode.LAST, collective)
-        roads = watch.roads if watched else replace(watch.roads, wire=watch.open_plain_wire, link=Link)
-        model = gpt2(n_layer=4)
-        optimizer = optimizer_for(model, 1)
-        config = zero.ZeroConfig(stage=3, offload_params="auto" if watched else "none", offload_dir=folder)
-        free = [1 << 40]  # what the monitor finds
-        roads = replace(roads, sizes=SMALL, free_host_bytes=lambda ranks, free=free: free[-1])
-        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
-        watch.watch(engine)
-        out: list[Any] = []
-        for step in range(4):
-            ids = batch(step, 0, rank)
-            out.append(model(input_ids=ids, labels=ids).loss.detach())
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            free.append(0 if rank == world - 1 else 1 << 40)
-            optimizer.step()
-            free.append(1 << 40)
-            optimizer.zero_grad()
-            out.append(loss.detach())
-        results.append([*out, *model.state_dict().values()])
-        on_disk = [flat for unit in engine.units for flat in unit.flats if flat.rest is Tier.DISK]
-        engine.detach()
-    wrong = watch.finish()
-    if bool(on_disk) != (rank == world - 1):
-        wrong.append(f"on disk: {len(on_disk)}")
-    return wrong if equal(*results) else [*wrong, "numbers differ"]
-
-
-@pytest.mark.parametrize(("dtype", "collective"), [("no", False), ("bf16", False), ("bf16", True)])
-def test_what_one_rank_moves_changes_no_order(two, tmp_path, dtype, collective):
-    assert two.run(moved_here, str(tmp_path), dtype, collective, timeout_s=40) == [[], []]
-
-
 # Who looks in between ---------------------------------------------------------------------------------------------------
 
 
@@ -375,7 +233,7 @@ def looked_at(rank: int, world: int, folder: str, place: str, dtype: str) -> lis
         model = gpt2()
         optimizer = optimizer_for(model, 2)
         config = zero.ZeroConfig(stage=int(stage), offload_optimizer=tier, offload_dir=folder)
-        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=watch.roads)
+        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, **watch.roads.given)
         out = []
         for step in range(2):
             for micro in range(2):
@@ -407,6 +265,17 @@ def test_gradients_are_shown_when_they_are_there(pools, tmp_path, world, place, 
     assert pools[world].run(looked_at, str(tmp_path), place, dtype) == [[]] * world
 
 
+class Scarce(Storage):
+    """Device memory of which the allocation that `turns` names finds none."""
+
+    turns: Callable[[], bool] = staticmethod(lambda: False)
+
+    def allocate(self, kind: str, what: str, bytes_: int, make: Callable[[], Any]) -> Any:
+        if self.turns():
+            raise zero.OutOfMemoryError("none, says the test")
+        return super().allocate(kind, what, bytes_, make)
+
+
 def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> list[str]:
     """An allocation fails for good, on all ranks: the same step, done again, is that of a run where nothing failed."""
     wrong, results = [], []
@@ -415,14 +284,16 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
         model = gpt2()
         optimizer = optimizer_for(model, 2)
         config = zero.ZeroConfig(stage=3, offload_optimizer=params, offload_params=params, offload_dir=folder)
-        engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=replace(watch.roads, storage=Scarce))
+        engine = zero.shard(
+            model, optimizer, config, mixed_precision=dtype, **replace(watch.roads, storage=Scarce).given
+        )
         watch.watch(engine)
 
         def turns(count: list[int] = count) -> bool:
             count[0] -= 1
             return count[0] == 0
 
-        engine.offload.storage.turns, engine.offload.storage.for_good = turns, True  # type: ignore[attr-defined]
+        engine.context.storage.turns = turns  # type: ignore[attr-defined]
         for step in range(8):
             ids = batch(step, 0, rank)
             for at in (1 + step, 0):
@@ -474,7 +345,7 @@ def used(rank: int, world: int, folder: str, tiers: tuple[str, str], in_backward
             optimizer,
             config,
             mixed_precision="bf16",
-            roads=replace(watch.roads if watched else Roads(), sizes=SMALL),
+            **replace(watch.roads if watched else Roads(), sizes=SMALL).given,
         )
         watch.watch(engine)
         out: list[Any] = []

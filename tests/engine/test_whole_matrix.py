@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_zero as zero
-from hf_zero.runtime.optimizers.supported_optimizers import needs_wholes
-from hf_zero.runtime.usage import at_rest
+from hf_zero.diagnostics.usage import at_rest
+from hf_zero.engine.optimizer_kinds import Kind, kind_of
 from hf_zero.tiers.tier import Tier
 from tests.kit.deferred_wire import Mode, Watch
 from tests.models import Mixed, ids, token_loss
@@ -42,6 +42,10 @@ WHOLE = (
 )  # fmt: skip
 
 
+def needs_matrices(optimizer: torch.optim.Optimizer, params: set[Tensor], sharded: bool = False) -> bool:
+    return kind_of(optimizer, params, sharded=sharded, offloaded=False) is Kind.MATRICES
+
+
 class Rows(torch.optim.Optimizer):
     """As Alice: multiplies with a matrix of as many rows and columns as the parameter has rows."""
 
@@ -60,21 +64,21 @@ class Rows(torch.optim.Optimizer):
 
 def test_a_trial_of_a_rule_over_rows_has_few_of_them():
     most, model = [0], nn.Linear(8, 8)
-    assert needs_wholes(Rows(model.parameters(), most), set(model.parameters()), cut=False, offloaded=False)
+    assert needs_matrices(Rows(model.parameters(), most), set(model.parameters()))
     assert 0 < most[0] < 1000
 
 
 def test_what_is_element_wise():
-    def needs(build, cut: bool = False) -> bool:
+    def needs(build, sharded: bool = False) -> bool:
         model = Mixed()
-        return needs_wholes(build(list(model.parameters())), set(model.parameters()), cut=cut, offloaded=False)
+        return needs_matrices(build(list(model.parameters())), set(model.parameters()), sharded=sharded)
 
     element_wise = (torch.optim.AdamW, torch.optim.SGD, Eager, torch.optim.RAdam, lambda p: Careful(p, lr=1e-2))
-    assert not any(needs(build, cut=True) for build in element_wise)
+    assert not any(needs(build, sharded=True) for build in element_wise)
     assert all(needs(build) for build in WHOLE)
     kernels = list(nn.Conv2d(3, 3, 2).parameters())
     for build, found in ((Centralizes, True), (lambda params: Careful(params, lr=1e-2), False)):
-        assert needs_wholes(build(kernels), set(kernels), cut=False, offloaded=False) is found
+        assert needs_matrices(build(kernels), set(kernels)) is found
     assert needs(Doubled), "a checkpoint has one value or one per element of what is cut"
     two = TwoTensor(torch.ones(2), torch.ones(2))
     for held, in_group in (
@@ -87,7 +91,7 @@ def test_what_is_element_wise():
         with pytest.raises(zero.UnsupportedOptimizerError, match=r"Keeps cannot .*'odd'.*cannot be saved"):
             needs(lambda params: Keeps(params, held, in_group))  # noqa: B023
     assert not any(needs(lambda params: Keeps(params, held, True)) for held in (1, 0.5, None, torch.tensor(1)))  # noqa: B023
-    assert needs(Projects, cut=True), "each parameter has one owner there"
+    assert needs(Projects, sharded=True), "each parameter has one owner there"
 
 
 def deferred(rank: int, world: int, mode: Mode, tier: str) -> None:
@@ -98,7 +102,7 @@ def deferred(rank: int, world: int, mode: Mode, tier: str) -> None:
         model = Mixed()
         optimizer = Lars(model.parameters())
         config = zero.ZeroConfig(stage=3, offload_optimizer=tier)
-        engine = zero.shard(model, optimizer, config, **({"roads": watch.roads} if watch else {}))
+        engine = zero.shard(model, optimizer, config, **(watch.roads.given if watch else {}))
         for step in range(3):
             rows = ids(rank, step)
             token_loss(model(rows), rows).backward()
@@ -188,12 +192,12 @@ def planned(rank: int, world: int, tier: str, stage: int) -> None:
         config = zero.ZeroConfig(stage=stage, offload_optimizer=tier)
         engine, _ = wide(rank, name, config, range(2))
         engine.finish_step()
-        plan, found = engine.plan.memory, at_rest(engine.sharded)
+        plan, found = engine.plan.memory, at_rest(engine)
         for where in Tier:
             single = 4 * 16 if where is Tier.HOST or where.value == "device" else 0
             expected = plan.rest[where]["optimizer"]
             assert expected <= found[where.value]["optimizer"] <= expected + single, (name, where, found, plan.rest)
-        staging = engine.offload.storage.ledger.host
+        staging = engine.context.storage.ledger.host
         assert staging.peak["staging"] <= plan.peak[Tier.HOST]["staging"], (name, staging.peak, plan.peak[Tier.HOST])
         assert (tier == "disk") is (staging.peak["staging"] > 0)
 
@@ -223,9 +227,6 @@ def weighed(rank: int, world: int, folder: str) -> None:
         tiers = [(p.parameters.value, [tier.value for tier, _ in p.optimizer]) for p in engine.plan.placements]
         assert all(other == tiers for other in engine.exchange(tiers))
         assert len({tier for _, of in tiers for tier in of}) > 1, tiers
-        assert all(
-            len(shards) == 1 for flat in engine.sharded.trained if flat.wholes is not None for shards in [flat.shards]
-        )
         assert engine.plan.memory.at_most(Tier.DEVICE) <= budget
         assert all(torch.equal(p, q) for p, q in zip(found, plain, strict=True)), name
 

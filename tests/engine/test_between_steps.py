@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
-from hf_zero.runtime.transports import Roads
 from tests.programs.sequences import Adapted, partly_frozen
 
 pytestmark = pytest.mark.gloo
@@ -41,7 +40,7 @@ def written_early(rank: int, world: int, settings: dict[str, Any], dtype: str) -
     model = Adapted()
     optimizer = partly_frozen(model, set())
     Slow.sources = []
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings), mixed_precision=dtype, roads=Roads(wire=Slow))
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings), mixed_precision=dtype, open_wire=Slow)
     seen = 0
 
     def look(module: nn.Module, *_: object) -> None:

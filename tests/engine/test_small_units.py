@@ -1,4 +1,4 @@
-"""Models whose blocks are cut inside equal the same models trained whole."""
+"""Models whose blocks are split into small units equal the same models in plain training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.core.units import Limits
-from hf_zero.runtime.transports import Roads
 from tests.kit.pool import RankPool
 from tests.programs.architectures import ARCHITECTURES
 
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.gloo
 Loss = Callable[[nn.Module, int, int], Tensor]
 
 
-CUT = Roads(limits=Limits(unit_bytes=600, run_bytes=300))
-"""Blocks of these models are cut inside, down to single layers."""
+SMALL_UNITS = Limits(unit_bytes=600, run_bytes=300)
+"""Blocks of these models are several units, down to single layers."""
 STEPS = 4
 
 
@@ -56,13 +55,13 @@ def check(rank: int, world: int, name: str) -> None:
         model = build()
         names = list(model.state_dict())
         optimizer = sgd(model)
-        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), roads=CUT)
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), limits=SMALL_UNITS)
         for step in range(STEPS):
             loss(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
             if stage == 3:
-                held = [f for u in engine.units for f in u.flats if f.full.untyped_storage().nbytes()]
+                held = [span for unit in engine.units for span in unit.spans if span.full.untyped_storage().nbytes()]
                 assert not held, f"still gathered after the step: {held}"
         ours = model.state_dict()
         assert list(ours) == names
@@ -74,5 +73,5 @@ def check(rank: int, world: int, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_model_with_blocks_cut_inside(two: RankPool, name: str) -> None:
+def test_models_of_small_units(two: RankPool, name: str) -> None:
     two.run(check, name)

@@ -1,6 +1,6 @@
 """What rests elsewhere than on the device makes no difference: every number is that of the run in memory, to the bit.
 
-In small blocks, and with spans that are split between tiers; see also tests/programs/steps.py and long_arrays.py.
+In blocks of two sizes; see also tests/programs/steps.py and long_arrays.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 import hf_zero as zero
-from hf_zero.tiers.tier import SIZES, Tier, padded
+from hf_zero.tiers.tier import SIZES, Tier
 from tests.kit.common import Case, Result, train_engine
 from tests.kit.offloading import SMALL, pairwise, unequal
 
 pytestmark = pytest.mark.gloo
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
-    "offload_optimizer": ("none", "cpu", "disk", "mixed"),
+    "offload_optimizer": ("none", "cpu", "disk"),
     "offload_params": ("none", "cpu", "disk"),
     "stage": (0, 1, 2, 3),
     "dtype": ("no", "bf16", "fp16"),
@@ -32,7 +32,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "sizes": (SMALL, SIZES),
 }
 
-PLACED = {"none": {Tier.DEVICE}, "cpu": {Tier.HOST}, "disk": {Tier.DISK}, "mixed": set(Tier)}
+PLACED = {"none": {Tier.DEVICE}, "cpu": {Tier.HOST}, "disk": {Tier.DISK}}
 
 
 def cases(world: int, dimensions: dict[str, tuple[Any, ...]]) -> list[Case]:
@@ -50,12 +50,12 @@ def cases(world: int, dimensions: dict[str, tuple[Any, ...]]) -> list[Case]:
 
 def misplaced(engine: zero.Engine, case: Case) -> list[str]:
     """Parity says little of states that never left the device."""
-    tiers = {shard.tier for unit in engine.units for flat in unit.trained for shard in flat.shards}
-    rest = {flat.rest for unit in engine.units for flat in unit.flats}
+    tiers = {span.tier for unit in engine.units for span in unit.trained}
+    rest = {span.copy_tier for unit in engine.units for span in unit.spans}
     optimizer, params = PLACED[case.offload_optimizer], PLACED[case.offload_params]
     wrong = [] if tiers == optimizer else [f"{case}: states rest in {tiers}"]
-    if engine.offload.storage.sizes != case.sizes:
-        wrong.append(f"{case}: found {engine.offload.storage.sizes}")
+    if engine.context.storage.sizes != case.sizes:
+        wrong.append(f"{case}: found {engine.context.storage.sizes}")
     # What has its master's type rests with it, so not everything need be where it was asked for.
     return wrong if params <= rest or case.dtype == "no" else [*wrong, f"{case}: parameters rest in {rest}"]
 
@@ -83,27 +83,6 @@ def compare(rank: int, world: int, chosen: list[Case], folder: str) -> list[str]
 def run(pool: Any, chosen: list[Case], folder: Path, timeout_s: float) -> None:
     wrong = [line for lines in pool.run(compare, chosen, str(folder), timeout_s=timeout_s) for line in lines]
     assert not wrong, "\n".join(wrong)
-
-
-def in_small_blocks(rank: int, world: int, folder: str) -> None:
-    """What tests of small sizes rest on: they reach everything that works in blocks, and the plan."""
-    case = Case(dtype="bf16", stage=3, steps=2, offload_optimizer="disk", sizes=SMALL)
-    _, engine = train_engine(rank, world, case, folder)
-    shards = [shard for unit in engine.units for flat in unit.trained for shard in flat.shards]
-    long = [shard for shard in shards if shard.numel > SMALL.slab_numel]
-    assert {shard.slabs.step for shard in long} == {SMALL.slab_numel}
-    assert max(len(shard.slabs) for shard in shards) > 2
-    assert any(shard.numel % SMALL.slab_numel for shard in long)
-    slab = 4 * padded(4 * SMALL.slab_numel)  # master, gradient and two states
-    casts = 4 * SMALL.block_numel  # gradients come in bfloat16, so do parameters go up
-    assert engine.offload.stepper.memory_bytes == SMALL.slabs * slab + casts + 2 * SMALL.block_numel
-    assert engine.plan.memory.rest[Tier.HOST]["staging"] >= SMALL.slabs * slab + casts
-    assert engine.plan.memory.rest[Tier.HOST]["staging"] < SIZES.block_numel
-    engine.detach()
-
-
-def test_small_sizes_are_in_force(pools, tmp_path):
-    pools[1].run(in_small_blocks, str(tmp_path))
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Norms and clipping of the optimizer's groups where ranks partition their spans in ways that only tests ask for."""
+"""Norms and clipping over the gradients of the optimizer's groups: over all ranks, by one collective each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.plan.plan import plan
-from hf_zero.runtime.transports import Roads
-from tests.kit.common import split_plan
+from tests.kit.pool import RankPool
 from tests.models import Odd, inputs
 
 pytestmark = pytest.mark.gloo
@@ -22,18 +20,14 @@ def of_groups(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def clipped(rank: int, world: int, folder: Path, roads: Roads, uses_disk: bool, stage: int, dtype: str) -> None:
+def clipped(rank: int, world: int, folder: Path, tier: str, stage: int, dtype: str) -> None:
     """Trains as the plain model does that gets the mean of all ranks' losses; one clipping is one collective."""
     torch.manual_seed(0)
     model, plain = Odd(), Odd()
     plain.load_state_dict(model.state_dict())
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    config = zero.ZeroConfig(stage=stage, offload_optimizer="cpu", offload_dir=str(folder))
-    engine = zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
-    if uses_disk:
-        engine.offload.storage.uses_disk = True  # as under `auto`, on every rank
-    else:
-        assert any(len(flat.shards) > 1 for unit in engine.units for flat in unit.trained)
+    config = zero.ZeroConfig(stage=stage, offload_optimizer=tier, offload_dir=str(folder))
+    engine = zero.shard(model, optimizer, config, mixed_precision=dtype)
     for step in range(3):
         model(inputs(rank, step)).square().mean().backward()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
@@ -56,15 +50,8 @@ def clipped(rank: int, world: int, folder: Path, roads: Roads, uses_disk: bool, 
     engine.detach()
 
 
-def unlike(rank: int, world: int, folder: Path) -> None:
-    clipped(rank, world, folder, Roads(plan=split_plan if rank else plan), True, 2, "no")
-
-
-@pytest.mark.parametrize("dtype", ["no", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_clipping_of_spans_in_several_shards(two, tmp_path, stage, dtype):
-    two.run(clipped, tmp_path, Roads(plan=split_plan), False, stage, dtype, timeout_s=60)
-
-
-def test_ranks_may_partition_their_spans_differently(two, tmp_path):
-    two.run(unlike, tmp_path, timeout_s=60)
+@pytest.mark.parametrize(
+    ("tier", "stage", "dtype"), [("none", 1, "no"), ("cpu", 2, "bf16"), ("disk", 3, "no"), ("disk", 2, "bf16")]
+)
+def test_norms_and_clipping_of_groups(two: RankPool, tmp_path: Path, tier: str, stage: int, dtype: str) -> None:
+    two.run(clipped, tmp_path, tier, stage, dtype, timeout_s=60)

@@ -11,10 +11,10 @@ from torch import nn
 
 import hf_zero as zero
 from hf_zero.core.units import Limits
-from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Sizes
 from tests.kit.common import nameless_files
 from tests.kit.pool import RankPool
+from tests.kit.transports import Roads
 
 pytestmark = pytest.mark.gloo
 LIMITS = Limits(unit_bytes=1 << 20, run_bytes=256 << 10)
@@ -33,7 +33,7 @@ def train(
     config = zero.ZeroConfig(
         stage=3, offload_params="disk", offload_optimizer="disk", offload_dir=folder, step_in_backward=steps_at_once
     )
-    engine = zero.shard(model, optimizer, config, roads=roads)
+    engine = zero.shard(model, optimizer, config, **(roads or Roads()).given)
     engine.record()
     x = torch.randn(4, next(model.parameters()).shape[1], generator=torch.Generator().manual_seed(rank))
     losses = []
@@ -53,7 +53,7 @@ def peaks(rank: int, world: int, folder: str) -> list[tuple[int, int, int, int]]
     for layers in (16, 64):
         roads = Roads(limits=LIMITS, sizes=Sizes(slab_numel=1 << 15))
         _, engine = train(born(layers, 256, folder), rank, folder, roads)
-        ledger, told = engine.offload.storage.ledger, engine.report().to_dict()["tiers"]
+        ledger, told = engine.context.storage.ledger, engine.report().to_dict()["tiers"]
         device = next(row["predicted_peak"] for row in told if (row["tier"], row["kind"]) == ("device", "all"))
         out.append((len(engine.units), ledger.device.peak_total, ledger.host.peak_total, device))
         engine.detach()

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from hf_zero.comm.group_wire import CollectiveWire
-from hf_zero.runtime.transports import Roads
 from tests.kit.common import Case, differences, train_engine, train_reference
+from tests.kit.transports import Roads
 
 pytestmark = pytest.mark.gloo
 

@@ -81,10 +81,7 @@ def large(rank: int, world: int, stage: int) -> None:
     """Gradients whose mean float16 holds and whose sum it does not, on the backend's own collectives."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, reduce_dtype="float16"))
-    wire = CollectiveWire(CPU)
-    for unit in engine.units:
-        unit.wire = wire
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=stage, reduce_dtype="float16"), open_wire=CollectiveWire)
     (model(torch.ones(1, 4)) * 50_000.0).sum().backward()
     grad = zero.full_gradient(model[1].bias)
     assert torch.equal(grad, torch.full((4,), 50_000.0).half().float()), grad

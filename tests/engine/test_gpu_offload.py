@@ -12,15 +12,15 @@ import torch
 import hf_zero as zero
 from hf_zero.comm.inflight import Inflight
 from hf_zero.core.layout import itemsize
-from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.host import Link
 from tests.kit.common import MODELS, Case, batch, optimizer_for
 from tests.kit.offloading import SMALL, pairwise, same, values
+from tests.kit.transports import Roads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
-    "offload_optimizer": ("none", "cpu", "disk", "mixed"),
+    "offload_optimizer": ("none", "cpu", "disk"),
     "offload_params": ("none", "cpu", "disk"),
     "stage": (0, 2, 3),
     "dtype": ("no", "bf16", "fp16"),
@@ -43,7 +43,7 @@ def build(case: Case, folder: str, roads: Roads | None = None) -> tuple[Any, Any
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
-    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, roads=case.roads(roads))
+    engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, **case.roads(roads).given)
     return model, optimizer, engine
 
 
@@ -137,5 +137,5 @@ def test_the_device_holds_no_optimizer_state(optimizer, params, tmp_path):
     assert own <= seen[-1] <= own + (256 << 10)
     assert seen[-1] == seen[3]
     numel = sum(span.slice_numel for span in spans)
-    assert engine.offload.storage.link.page_locked_bytes >= (12 * numel if optimizer == "cpu" else 0)
+    assert engine.context.storage.link.page_locked_bytes >= (12 * numel if optimizer == "cpu" else 0)
     engine.detach()
