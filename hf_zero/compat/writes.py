@@ -76,12 +76,14 @@ class Writes(Observer):
 
     def unit_resharded(self, unit: Unit) -> None:
         self._find(unit)
-        self._forget(self._marked, unit)
-        self._forget(self._shown, unit)
+        for span in unit.spans if self._marked or self._shown else ():
+            self._marked.pop(span, None)
+            self._shown.pop(span, None)
 
     def unit_unsharded(self, unit: Unit) -> None:
-        if self._marked or self._shown:
-            self._forget(self._shown, unit)
+        for span in unit.spans if self._shown else ():
+            self._shown.pop(span, None)
+        if self._marked:
             self._renew(unit)
 
     def writes_dropped(self, unit: Unit) -> None:
@@ -146,11 +148,6 @@ class Writes(Observer):
         for span in unit.spans if self._marked else ():
             if span in self._marked:
                 self._marked[span] = dict(_digests(span, self._marked[span]))
-
-    @staticmethod
-    def _forget(known: dict[Span, Any], unit: Unit) -> None:
-        for span in unit.spans if known else ():
-            known.pop(span, None)
 
     def _keep(self, span: Span, written: list[int]) -> None:
         if written:
