@@ -42,11 +42,12 @@ class OnDemand(Observer):
     """Runs operations of user code on parameters of released units."""
 
     def __init__(self) -> None:
-        self._views: dict[Unit, list[Any]] = {}
-        """By unit, weak references to the tensors that user code was given since the unit was gathered."""
+        self._views: dict[Unit, list[tuple[Any, Any]]] = {}
+        """By unit, weak references to the tensors that user code was given since the unit was gathered, each with what it
+        shows (`_shown_by`)."""
         self._untracked: set[Unit] = set()
         """Units of whose memory user code was given something else: views that a graph saves, addresses, arrays."""
-        self._old: dict[str, list[Any]] = {}
+        self._old: dict[str, list[tuple[Any, Any]]] = {}
         """By name of a unit, the views that there were when it was released."""
 
     def attach(self, engine: Engine) -> None:
@@ -86,7 +87,7 @@ class OnDemand(Observer):
         if unit.is_held or not views:
             self._untracked.add(unit)
         if not unit.is_held:  # else ranks need not read alike, and cannot agree on what is left
-            self._views.setdefault(unit, []).extend(map(_weak, views))
+            self._views.setdefault(unit, []).extend((_shown_by(view, unit), _weak(view)) for view in views)
 
     def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
         for tensor in found:  # a forward may return a part of its weight
@@ -101,6 +102,15 @@ class OnDemand(Observer):
         place = place_of(param)
         if place is not None and not place.span.stays and place.unit.is_shown:  # in a forward of the unit
             self._watch(place.unit, [values])
+
+    def data_assigned(self, param: nn.Parameter, values: Tensor) -> None:
+        """Views that were taken before keep the former values, as in plain training. But not if one of them was assigned."""
+        place = place_of(param)
+        if place is not None and place.unit in self._views:
+            views, memory = self._views[place.unit], values.untyped_storage()._cdata
+            self._views[place.unit] = [
+                (shown, view) for shown, view in views if shown is None or shown[0] is not param or shown[1] == memory
+            ]
 
     def _drop_unused(self, used: Sequence[Unit]) -> None:
         """Release units whose views are gone. The ranks agree on it: garbage is collected when it pleases them."""
@@ -162,8 +172,21 @@ def _weak(tensor: Tensor) -> Any:
     return native._WeakTensorRef(tensor)
 
 
-def _any_alive(views: Sequence[Any]) -> int:
-    return int(not all(view.expired() for view in views))
+def _any_alive(views: Sequence[tuple[Any, Any]]) -> int:
+    return int(not all(view.expired() for _, view in views))
+
+
+def _shown_by(view: Tensor, unit: Unit) -> tuple[nn.Parameter, int] | None:
+    """The parameter whose memory a view begins in, and the storage."""
+    try:
+        address, memory = view.data_ptr(), view.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and tensors inside functional transforms
+        return None
+    for span in unit.spans:
+        for param, values in zip(span.params, span.views):
+            if values.data_ptr() <= address < values.data_ptr() + values.nbytes:
+                return param, memory
+    return None
 
 
 def _is_view(tensor: Tensor, unit: Unit) -> bool:

@@ -73,6 +73,7 @@ class Bound:
         wanted = self._wanted(optimizers)
         if [each.optimizer for each in self.bindings] == wanted and all(each.is_current() for each in self.bindings):
             return
+        self._context.refuse_unsharded("a change of optimizers or of their groups")
         self._engine.schedule.quiesce()
         self._engine.wait_for_steps()
         self.bindings[:] = rebind(wanted, self._context, self.bindings)
@@ -190,6 +191,7 @@ class Bound:
         if engine.stepper is not None:
             binding.show_segments()
         binding.settle_memory()
+        binding.note_idle()
         if engine.stepper is not None:
             engine.stepper.begin(binding)
         engine.refresh(binding.spans)

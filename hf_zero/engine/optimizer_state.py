@@ -98,13 +98,16 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
                         f"optimizer state of {spec.name!r}: rank {rank} has {sorted({*shapes, *single})}, an earlier rank "
                         "has others or other step counts: not every rank has made the same steps"
                     )
-    found = {name: one for name, one in out.items() if one.arrays or one.scalars}
-    _add_empty(binding, found)
-    return found
+    out = {name: one for name, one in out.items() if one.arrays or one.scalars}
+    _add_empty(binding, out)
+    return out
 
 
 def _add_empty(binding: Binding, found: dict[str, ParameterState]) -> None:
-    """Parameters without elements are in no segment: they have the states that others of their group have."""
+    """Parameters without elements are in no segment: they have the states that others of their group have.
+
+    But not without a gradient in the last step.
+    """
     group_of, like = binding.group_of, dict[int, ParameterState]()
     empty = []
     for span in binding.spans:
@@ -112,7 +115,7 @@ def _add_empty(binding: Binding, found: dict[str, ParameterState]) -> None:
             state = found.get(slot.spec.name)
             if state is not None:
                 like.setdefault(group_of[param], state)
-            elif not slot.spec.numel and param.requires_grad:
+            elif not slot.spec.numel and param.requires_grad and param not in binding.idle:
                 empty.append((slot.spec, group_of.get(param)))
     for spec, group in empty:
         if group in like:
