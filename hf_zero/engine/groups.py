@@ -252,7 +252,9 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
         if binding.kind is Kind.MATRICES:  # in the order of the parameters: sums over several are rounded in that order
             order = {param: number for number, param in enumerate(p for params in binding.originals for p in params)}
             for group in binding.segments:
-                group.sort(key=lambda segment: order[segment.span.params[segment.members[0]]] if segment.members else -1)
+                group.sort(
+                    key=lambda segment: order[segment.span.params[segment.members[0]]] if segment.members else -1
+                )
         binding.show_segments()
 
 
