@@ -34,7 +34,7 @@ def test_more_room_keeps_more_and_never_more_than_fits() -> None:
     sizes = [bare.layout.units[at].gathered_bytes for at in order]
     seen = []
     for tenths in range(12):
-        room = tenths * sum(sizes) // 10
+        room = max(1024, tenths * sum(sizes) // 10)
         found = made(keep_gathered=room)
         seen.append(len(found.kept))
         assert found.kept == tuple(order[: len(found.kept)])
@@ -53,7 +53,7 @@ def test_more_room_keeps_more_and_never_more_than_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"device_memory": "1GiB"}, {"stage": 2, "keep_gathered": "1GiB"}, {"keep_gathered": 0}]
+    "settings", [{}, {"device_memory": "1GiB"}, {"stage": 2, "keep_gathered": "1GiB"}, {"keep_gathered": 1024}]
 )
 def test_nothing_is_kept_without_room(settings: dict[str, Any]) -> None:
     assert not made(**settings).kept
