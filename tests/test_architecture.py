@@ -76,6 +76,7 @@ PUBLIC = [
     "local_parameter",
     "on_preemption",
     "prune_checkpoints",
+    "register_optimizer",
     "set_full_gradient",
     "set_full_optimizer_state",
     "set_full_parameter",
@@ -242,25 +243,20 @@ def test_no_circles() -> None:
     assert circles(within) == [], "files that import each other in a circle"
 
 
-def part_of(module: str) -> str:
-    """The folder inside a folder that a file is in, else the file itself."""
-    return ".".join(module.split(".")[:2])
-
-
-def test_no_circles_of_inner_folders() -> None:
-    """A folder inside a folder stands for its files: it is above or below its neighbours as a whole."""
-    between: dict[str, set[str]] = {}
-    for module, targets in graph(types=False).items():
-        between.setdefault(part_of(module), set()).update(
-            part_of(target) for target in targets if folder_of(target) == folder_of(module)
-        )
-    assert {"runtime.optimizers", "runtime.passes", "runtime.values"} <= set(between)
-    assert circles(between) == []
+def test_the_engine_stands_alone() -> None:
+    """It imports neither `compat` nor `diagnostics`, and no file of `compat` imports another one."""
+    assert not {
+        (module, target)
+        for module, targets in graph().items()
+        for target in targets
+        if (folder_of(module) == "engine" and folder_of(target) in ("compat", "diagnostics"))
+        or (folder_of(module) == folder_of(target) == "compat" and not module.endswith("__init__"))
+    }
 
 
 def test_the_graph_is_seen() -> None:
     """The rules above are not passed by being blind."""
-    assert "runtime.values.unit" in graph()["runtime.passes.schedule"]
+    assert "engine.unit" in graph()["engine.schedule"]
     assert "huggingface.from_pretrained" in graph()["huggingface.__init__"]  # inside a function
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 

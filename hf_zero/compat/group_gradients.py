@@ -107,7 +107,7 @@ class GroupGradients(Observer):
         elif segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros
             self._retire(segment)
             segment.span.unit.wait_for_step()
-            bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype))
+            bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype, device="cpu"))
             segment.is_cleared = True
         elif self._stands_in(segment):
             self._retire(segment)
@@ -239,7 +239,7 @@ class _OfSegment(Source):
 
     def overflow(self) -> Tensor:
         if self._own is not None:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         self._check()
         return self._gradients.overflow(self._segment)
 

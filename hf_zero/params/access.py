@@ -325,7 +325,7 @@ def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
             told = holder.wire.exchange(told)[owners[0]]
         if not isinstance(told, torch.dtype):
             return _single(holder, told)
-        own = holder.of_state(value) if has_elements else lambda here: torch.empty(0, dtype=told)
+        own = holder.of_state(value) if has_elements else lambda here: torch.empty(0, dtype=told, device="cpu")
         return holder.assemble(own, told)
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import OutOfMemoryError, ZeroError
+from ..errors import OutOfMemoryError
 from .disk import Disk
 from .host import HUGE_BYTES, Link, use_huge_pages
-from .tier import SIZES, Meter, Sizes, Tier
+from .tier import SIZES, Meter, Sizes
 
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
@@ -133,6 +133,7 @@ class Storage:
         self._landing: list[Landing] = []
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
+
     @property
     def disk(self) -> Disk:
         """Raises:

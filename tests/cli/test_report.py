@@ -283,10 +283,10 @@ def test_masters_count_as_optimizer_state() -> None:
     engine = zero.shard(model, optimizer_for(model, 1), zero.ZeroConfig(stage=2), mixed_precision="bf16")
     report = engine.report()
     masters = sum(
-        flat.span.slice_numel * 4
+        span.layout.slice_numel * 4
         for unit in engine.units
-        for flat in unit.flats
-        if flat.compute_dtype != flat.master_dtype
+        for span in unit.spans
+        if span.compute_dtype != span.master_dtype
     )
     assert masters > 0
     assert report.measured["optimizer"] == masters  # before the first step there is nothing else

@@ -7,7 +7,6 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
 from hf_zero.diagnostics import usage
 from hf_zero.plan.costs import STATES, TIERS
-from hf_zero.plan.outline import Architecture, Batch
-from hf_zero.plan.peaks import memory_of
 from hf_zero.plan.plan import candidates
 from hf_zero.plan.work import ROADS
 from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
@@ -47,7 +44,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     """Bytes between the last backward and its step, the last step's traffic, peaks; and what the plan says of each."""
     defer, share = settings.pop("defer", False), settings.pop("kept", None)
     if share is not None:
-        settings["device_memory"], kept = budget(settings, share)
+        settings["keep_gathered"] = room(settings, share)
     model, optimizer, engine = build(**settings)
     recorder = engine.record()
     for step in range(4):
@@ -59,9 +56,8 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         optimizer.zero_grad()
     memory, traffic = usage.predicted(engine, micros)
     if share is not None:
-        assert kept
-        assert engine.schedule.backward.kept >= kept  # more, where one more takes nothing at the highest moment
-    trained = [flat for unit in engine.units for flat in unit.trained]
+        assert engine.plan.kept
+    trained = [span for unit in engine.units for span in unit.trained]
     return {
         "now": now,
         "rest": {tier.value: dict(memory.rest[tier]) for tier in TIERS},
@@ -74,7 +70,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "unit": max(unit.gathered_bytes for unit in engine.layout.units),
         # torch counts steps in one number per parameter of the optimizer.
         "scalars": {
-            tier.value: 4 * sum(_home(shard.tier) is tier for flat in trained for shard in flat.shards)
+            tier.value: 4 * sum(_home(span.tier) is tier for span in trained for _ in span.segments)
             for tier in TIERS
         },
         "passes": recorder.last["forwards"],
@@ -82,16 +78,13 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     }  # fmt: skip
 
 
-def budget(settings: dict[str, Any], share: float) -> tuple[int, frozenset[int]]:
-    """`device_memory` with room for a share of the units that could be kept, and for what a batch leaves; and these units."""
-    model, _, engine = build(**settings)
-    batch_of_2 = Batch(2, 8, architecture=Architecture.of(model.config))
-    inputs, placements = replace(engine.plan.inputs, batch=batch_of_2), engine.plan.placements
+def room(settings: dict[str, Any], share: float) -> int:
+    """`keep_gathered` for a share of the units that could be kept."""
+    engine = build(**settings)[2]
+    inputs, placements = engine.plan.inputs, engine.plan.placements
     engine.detach()
     order = candidates(inputs.layout, placements, inputs.setup)
-    kept = frozenset(order[: round(share * len(order))])
-    memory = memory_of(inputs.layout, placements, replace(inputs.setup, kept=kept), inputs.activations)
-    return memory.at_most(usage.Tier.DEVICE), kept
+    return sum(inputs.layout.units[at].gathered_bytes for at in order[: round(share * len(order))])
 
 
 def _across(engine: zero.Engine) -> int:
@@ -175,7 +168,7 @@ def watched(rank: int, world: int, settings: dict[str, Any]) -> dict[str, list[i
     gc.collect()
     before = bytes_alive()
     model, optimizer, engine = build(**settings)
-    ledger = engine.offload.storage.ledger
+    ledger = engine.context.storage.ledger
     looks: dict[str, list[int]] = {"forward": [], "backward": [], "end": [], "gathered": []}
 
     def look(when: str) -> None:
@@ -342,7 +335,7 @@ def disk_waits(rank: int, world: int) -> tuple[dict[str, Any], float]:
         backward(model, engine, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    return recorder.last, engine.offload.storage.meter.stepper_wait_s["read"]
+    return recorder.last, engine.context.storage.meter.stepper_wait_s["read"]
 
 
 def test_the_thread_that_steps_waits_for_itself(pools) -> None:
