@@ -400,6 +400,11 @@ class Span:
         return self.stays or self._gathered_bytes > 0
 
     @property
+    def is_freed_in_place(self) -> bool:
+        """The next release resizes the memory of `full`."""
+        return self._usual is None and not self.stays and self._gathered_bytes > 0
+
+    @property
     def has_outside_views(self) -> bool:
         """Tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
         segments = len(self.segments) if self.is_alias else 0

@@ -132,6 +132,10 @@ class Hold:
             # What was written is in the masters, or is to be forgotten: no release may find it once more.
             for event in self._context.events.writes_dropped:
                 event(unit)
+            for span in unit.spans:
+                # Views that user code took inside would crash the process if their memory were resized.
+                if span.is_freed_in_place and span.has_outside_views:
+                    span.leave_storage()
             unit.release()
             for span in unit.spans:
                 span.hide_masters()  # of a unit that could not be gathered
