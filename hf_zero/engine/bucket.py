@@ -128,7 +128,9 @@ class Bucket:
     def take_source(self, wire: SoloWire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype. The parameters have none afterwards."""
         span = self.span
-        if len(span.params) == 1 and wire.ragged and self._held is None:
+        # Of one parameter no rank sends the padding: a rank whose buffer had none would be read past its end.
+        is_ragged = len(span.params) == 1 and wire.ragged
+        if is_ragged and self._held is None:
             grad = raw_grad(span.params[0])
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
                 self.arrived = [True]
@@ -137,7 +139,7 @@ class Bucket:
         buffer = self._collect(self.reduce_dtype)
         if buffer.dtype != self.reduce_dtype:
             buffer = buffer.to(self.reduce_dtype)
-        return buffer
+        return buffer[: self._used_numel] if is_ragged else buffer
 
     # Reduced gradients ------------------------------------------------------------------------------------------------
 
