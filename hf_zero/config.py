@@ -252,7 +252,7 @@ class ZeroConfig:
         default=None,
         metadata={
             "help": "Stage 3: device memory per rank, such as 4GiB, for units that stay gathered from forward to backward. "
-            "They are gathered once a pass instead of twice. Default: none stay."
+            "They are gathered once a pass instead of twice. zero.shard refuses it so far: set device_memory. Default: none."
         },
     )
     host_memory: int | str | None = field(
