@@ -243,3 +243,23 @@ def test_saved_tensors_are_watched_where_a_backward_came_unannounced(two: RankPo
         assert found == [4, 4, 4]
     for found in two.run(watched, True):
         assert found == [4, 10, 4]
+
+
+def view_from_unsharded(rank: int, world: int, precision: str) -> None:
+    """What user code took inside `unsharded` keeps its memory and its values after it, and over steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shard(model, optimizer, ZeroConfig(stage=3, stall_s=20.0), mixed_precision=precision)
+    with engine.unsharded():
+        views = [param.detach() for param in model.parameters()]
+    for _ in range(2):
+        assert all(view.untyped_storage().nbytes() for view in views)  # to read freed memory would end the process
+        assert all(torch.equal(view, param) for view, param in zip(views, plain.parameters(), strict=True))
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_view_outlives_unsharded(two: RankPool, precision: str) -> None:
+    two.run(view_from_unsharded, precision)

@@ -352,3 +352,52 @@ def refused(rank: int, world: int) -> None:
 
 def test_what_the_core_refuses(two: RankPool) -> None:
     two.run(refused)
+
+
+class LoneHeads(nn.Module):
+    """Heads of one parameter each, whose elements no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(7, 7)
+        self.heads = nn.ModuleList(nn.Linear(7, 25, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, heads: list[int]) -> Tensor:
+        x = self.body(x)
+        return sum((self.heads[head](x).square().mean() for head in heads), x.mean())
+
+
+def heads_of_some_ranks(rank: int, world: int, stage: int) -> tuple[float, float]:
+    """Differences of norms and weights, where a head has a gradient on some ranks only."""
+    torch.manual_seed(0)
+    model = LoneHeads()
+    plain = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain))
+    engine = shard(model, optimizer, ZeroConfig(stage=stage))
+    norms = 0.0
+    for step in range(6):
+        for each in range(world):
+            generator = torch.Generator().manual_seed(10 * step + each)
+            heads = [head for head in range(2) if (each + step + head) % world == 0]
+            for micro in range(2):
+                x = torch.randn(5, 7, generator=generator)
+                (plain(x, heads) / world).backward()
+                if each == rank:
+                    with engine.no_sync() if micro == 0 else nullcontext():
+                        model(x, heads).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        norms = max(norms, abs(engine.clip_grad_norm_(0.1).item() - expected.item()))
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+    engine.detach()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return norms, max((a - b).detach().abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lone_parameters_of_some_ranks(pools: dict[int, RankPool], world: int, stage: int) -> None:
+    for norms, weights in pools[world].run(heads_of_some_ranks, stage):
+        assert norms < 1e-5
+        assert weights < 1e-6
