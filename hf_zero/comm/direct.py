@@ -166,8 +166,8 @@ class Direct:
 class Message(Inflight):
     """Messages of one key and number, to and from all other ranks.
 
-    Those that come are under way until the reader's thread has taken them. The thread does not hold it: what nobody can wait for
-    any more (an engine that went in the middle of a pass) is given up. A `Wait` is made only where this rank must block.
+    Those that come are under way until the reader's thread has taken them. The thread does not hold it: what nobody can
+    wait for any more (an engine that went in the middle of a pass) is given up. A `Wait` is made only where this rank must block.
 
     Args:
         sent: what the others read until `close`. Its memory must live, and stay as it is, until then.
@@ -188,7 +188,8 @@ class Message(Inflight):
     )
 
     def __init__(self, line: Line, number: int, step: int, sent: Tensor, take: Callable[[Addresses], None], kind: str):
-        self._line, self._number, self._step, self._sent, self._take, self._kind = line, number, step, sent, take, kind
+        self._line, self._number, self._step, self._take, self._kind = line, number, step, take, kind
+        self._sent: Tensor | None = sent
         self._error: Exception | None = None
         self._is_over = False
         self._blocked: threading.Lock | None = None
