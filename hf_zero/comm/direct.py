@@ -167,7 +167,8 @@ class Message(Inflight):
     """Messages of one key and number, to and from all other ranks.
 
     Those that come are under way until the reader's thread has taken them. The thread does not hold it: what nobody can
-    wait for any more (an engine that went in the middle of a pass) is given up. A `Wait` is made only where this rank must block.
+    wait for any more (an engine that went in the middle of a pass) is given up. A `Wait` is made only where this rank
+    must block.
 
     Args:
         sent: what the others read until `close`. Its memory must live, and stay as it is, until then.
