@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from ..errors import ZeroError
 from ..tiers.array import OnDisk, Values
 from ..tiers.tier import Tier
 from .offload import Arrival
-from .parameter import has_raw_grads, raw_grad, take_raw_grads
+from .parameter import has_raw_grads, raw_grad, set_raw_grad, take_raw_grads
 
 if TYPE_CHECKING:
     from .span import Span
@@ -323,6 +323,22 @@ class Bucket:
         self.present = [False] * len(self.present)
         if local:
             self.drop_local()
+
+    def clear_some(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """Forget the gradients of some parameters, or make them zeros; the others keep theirs."""
+        self.land()
+        for index in indices:
+            grad, part = raw_grad(self.span.params[index]), self.span.part_of(index)
+            if self._held is not None:
+                self._held[self._parts[index][0]].zero_()
+            if self.grad is not None and part is not None:
+                self.grad[part.here].zero_()
+            if set_to_none:
+                set_raw_grad(self.span.params[index], None)
+                self.present[index] = self.arrived[index] = False
+            elif grad is not None:
+                grad.zero_()
+        self._written()
 
     def drop_local(self) -> None:
         """Forget gradients that are not reduced."""

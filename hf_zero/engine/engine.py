@@ -261,14 +261,17 @@ class Engine:
         self.schedule.lost = None
         if not set_to_none:
             self.wait_for_steps()
-        for binding in self.bindings:
-            if optimizer is not None and binding.optimizer is not optimizer:
-                continue
-            for group in binding.segments if set_to_none else ():
+        chosen = [each for each in self.bindings if optimizer is None or each.optimizer is optimizer]
+        for binding in chosen if set_to_none else ():
+            for group in binding.segments:
                 for segment in group:
                     set_raw_grad(segment.tensor, None)
-        for span in self.trained if optimizer is None else self._spans_of(optimizer):
-            if set_to_none:
+        shares = {} if optimizer is None else chosen[0].shares
+        for span in self.trained if optimizer is None else chosen[0].spans:
+            if span in shares:
+                span.unit.wait_for_step()
+                span.bucket.clear_some(shares[span], set_to_none)
+            elif set_to_none:
                 span.bucket.clear()
             else:
                 span.bucket.zero()
@@ -279,9 +282,6 @@ class Engine:
         """Return when no other thread updates masters or reads gradients."""
         if self.stepper is not None:
             self.stepper.settle()
-
-    def _spans_of(self, optimizer: torch.optim.Optimizer) -> list[Span]:
-        return [span for binding in self.bindings if binding.optimizer is optimizer for span in binding.spans]
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 

@@ -234,13 +234,16 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
     owner = {param: (each, at) for each in bindings for at, params in enumerate(each.originals) for param in params}
     kept = {segment: each for each in bindings for group in each.segments for segment in group}
     for binding in bindings:
-        binding.segments, binding.spans = [[] for _ in binding.originals], []
+        binding.segments, binding.spans, binding.shares = [[] for _ in binding.originals], [], {}
     for unit in context.units:
         for span in unit.spans:
             where = [owner.get(param) for param in span.params]
             span.segments = _segments_for(span, where, kept)
-            for found in dict.fromkeys(each[0] for each in where if each is not None):
+            owners = dict.fromkeys(each[0] for each in where if each is not None)
+            for found in owners:
                 found.spans.append(span)
+                if len(owners) > 1:
+                    found.shares[span] = [i for i, each in enumerate(where) if each is not None and each[0] is found]
             for segment in span.segments:
                 found_at = where[segment.members[0]]
                 if found_at is not None:

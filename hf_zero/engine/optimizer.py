@@ -38,6 +38,7 @@ class Binding:
         segments: by group, what the group holds.
         moves_all: its step changes parameters without a gradient, too.
         param_names: names that user code gave parameters in `group["param_names"]`.
+        shares: spans that another optimizer has parameters of, too, with the indices of this one's.
         idle: parameters without elements that had no gradient in the last step.
     """
 
@@ -53,6 +54,7 @@ class Binding:
         )
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
+        self.shares: dict[Span, list[int]] = {}
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
         self._shown: list[list[int]] = []
         self.param_names: dict[nn.Parameter, str] = {}

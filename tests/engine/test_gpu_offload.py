@@ -43,6 +43,8 @@ def build(case: Case, folder: str, roads: Roads | None = None) -> tuple[Any, Any
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-4  # the gradient of a key's bias is rounding alone: Adam would make whole steps of it
     engine = zero.shard(model, optimizer, case.config(folder), mixed_precision=case.dtype, **case.roads(roads).given)
     return model, optimizer, engine
 
@@ -137,5 +139,6 @@ def test_the_device_holds_no_optimizer_state(optimizer, params, tmp_path):
     assert own <= seen[-1] <= own + (256 << 10)
     assert seen[-1] == seen[3]
     numel = sum(span.slice_numel for span in spans)
-    assert engine.context.storage.link.page_locked_bytes >= (12 * numel if optimizer == "cpu" else 0)
+    # Masters and gradients; the optimizer's own state is never copied to the device.
+    assert engine.context.storage.link.page_locked_bytes >= (8 * numel if optimizer == "cpu" else 0)
     engine.detach()

@@ -257,12 +257,13 @@ def recorded_and_compared(run: Run) -> None:
 
 @program
 def bound_one_after_another(run: Run) -> None:
-    model, (first, second, third) = built(run, "three")
+    model, (first, layerwise, third) = built(run, "three")
     model = run.shard(model, first)
     backward(run, model, 0, "with one")
     first.step()
     model.zero_grad()
-    run.bind(second)
+    run.refuses(zero.LayoutError, "needs full matrices", lambda: run.bind(layerwise))  # it comes too late
+    run.bind(second := adam(layerwise.param_groups[0]["params"]))
     run.bind(third)
     in_turn(run, model, [first, second, third], 10)
     one = model.blocks[0].one
