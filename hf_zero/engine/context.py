@@ -146,6 +146,7 @@ class Context:
         """
         if not self.storage.uses_disk:
             if half_done:
+                self.check()  # an earlier unit's update has failed: its error was raised
                 self.failure = f"{type(error).__name__}: {error}"
             raise error
         known = error if isinstance(error, ZeroError) else TierError(f"{type(error).__name__}: {error}")

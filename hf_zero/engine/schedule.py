@@ -40,20 +40,19 @@ class Schedule:
 
     Args:
         after_sync: called when the reduced gradients of a backward are complete, the same on every rank.
+        broke_off: called when a backward has raised, and the gradients of all backwards since the last step are gone.
 
     Attributes:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
-        lost: why gradients of this step are gone; None if they are not.
     """
 
-    def __init__(self, context: Context, after_sync: Callable[[], None]) -> None:
+    def __init__(self, context: Context, after_sync: Callable[[], None], broke_off: Callable[[], None]) -> None:
         self.context, self.units, self.events = context, context.units, context.events
-        self.frees, self._wire, self._after_sync = context.frees, context.wire, after_sync
+        self.frees, self._wire, self._after_sync, self._broke_off = context.frees, context.wire, after_sync, broke_off
         self.tape = Tape()
         self.sync = True
         self.defers = False
-        self.lost: str | None = None
         self.in_backward = False
         self._task = -1
         self._needs_flush = False  # a backward inside no_sync left gradients on this rank
@@ -488,10 +487,7 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = (
-                "a backward of this step raised: its gradients are gone, "
-                "and those of earlier backwards of the step with them"
-            )
+            self._broke_off()
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None
