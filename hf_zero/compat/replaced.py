@@ -5,7 +5,10 @@ The optimizer and the engine would keep the old parameters, and the new ones wou
 
 from __future__ import annotations
 
-from typing import NoReturn
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -20,18 +23,22 @@ from ..errors import StateError
 
 
 class Replaced(Observer):
-    """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters."""
+    """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters.
+
+    The hooks are of all modules of the process, and must not keep the model alive.
+    """
 
     def attach(self, engine: Engine) -> None:
         self._context = engine.context
-        self._handles = [
-            register_module_parameter_registration_hook(self._set_parameter),
-            register_module_module_registration_hook(self._set_module),
-        ]
+        handles = (
+            register_module_parameter_registration_hook(partial(_call, weakref.WeakMethod(self._set_parameter))),
+            register_module_module_registration_hook(partial(_call, weakref.WeakMethod(self._set_module))),
+        )
+        self._removals = [weakref.finalize(self, handle.remove) for handle in handles]
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removals:
+            remove()
 
     def _set_parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:
         old = module._parameters.get(name)
@@ -56,6 +63,12 @@ class Replaced(Observer):
         if place.span.context is not self._context:
             return False
         return any(each is module for each in self._context.model.modules())
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    found = method()
+    if found is not None:
+        found(*args)
 
 
 def _refuse(place: Place, other: str) -> NoReturn:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,14 +39,18 @@ class Saved:
 
 
 class SavedTensors(Observer):
-    """Puts hooks for saved tensors around forwards of units whose parameters are released."""
+    """Puts hooks for saved tensors around forwards of units whose parameters are released.
+
+    It holds no reference to the engine: torch calls no hook of a forward that Ctrl-C ends, and then holds these until the
+    next forward of any sharded model.
+    """
 
     def attach(self, engine: Engine) -> None:
-        self._schedule = engine.schedule
+        self._schedule = weakref.ref(engine.schedule)
         self._spans: dict[int, weakref.ref[Span]] = {}
         """By address of a storage, the span that has it, or had it: see `_unit_of`."""
         self._left = _BACKWARDS
-        self._unannounced: set[Unit] = set()
+        self._unannounced: weakref.WeakSet[Unit] = weakref.WeakSet()
         self._on: list[Pack | None] = []
 
     def use_begun(self, unit: Unit) -> None:
@@ -65,6 +70,8 @@ class SavedTensors(Observer):
     def before_forward(self, args: Any, kwargs: Any) -> None:
         while self._on:  # Ctrl-C ended a forward
             self._pop()
+        while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None and _is_left(top[0]):
+            _hooks._pop_saved_tensors_default_hooks()
 
     def after_backward(self) -> None:
         self._left = max(0, self._left - 1)
@@ -97,7 +104,8 @@ class SavedTensors(Observer):
 
     def _unpack(self, saved: Saved) -> Tensor:
         unit = saved.unit() if saved.unit is not None else None
-        if unit is not None and self._schedule.reach(unit):
+        schedule = self._schedule()
+        if unit is not None and schedule is not None and schedule.reach(unit):
             self._unannounced.add(unit)
         tensor = saved.tensor
         if tensor._version != saved.version:
@@ -112,13 +120,19 @@ class SavedTensors(Observer):
     def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         """User code's hooks (`save_on_cpu`) get all tensors but those in a unit's memory."""
 
-        def packed(tensor: Tensor) -> Any:
-            return self._pack(tensor) if self._unit_of(tensor) is not None else (pack(tensor),)
+        return partial(self._pack_around, pack), partial(self._unpack_around, unpack)
 
-        def unpacked(saved: Any) -> Tensor:
-            return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
+    def _pack_around(self, pack: Pack, tensor: Tensor) -> Any:
+        return self._pack(tensor) if self._unit_of(tensor) is not None else (pack(tensor),)
 
-        return packed, unpacked
+    def _unpack_around(self, unpack: Unpack, saved: Any) -> Tensor:
+        return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
+
+
+def _is_left(pack: Any) -> bool:
+    """A forward that Ctrl-C ended has left this hook, and its model is gone."""
+    owner = getattr(getattr(pack, "func", pack), "__self__", None)
+    return isinstance(owner, SavedTensors) and owner._schedule() is None
 
 
 def _memory(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ A parameter's C++ `data` is a view of its span's buffer, always: only its class 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,12 +89,30 @@ def set_source(param: Tensor, source: Source | None) -> None:
 
 
 class Place:
-    """Where one parameter lies: its unit, its span, and its index there."""
+    """Where one parameter lies: its unit, its span, and its index there.
 
-    __slots__ = ("index", "span", "unit")
+    Every graph owns its parameters, unseen by the garbage collector: a module that keeps an activation must not keep the engine.
+    """
 
-    def __init__(self, unit: Unit, span: Span, index: int) -> None:
-        self.unit, self.span, self.index = unit, span, index
+    __slots__ = ("_span", "index")
+
+    def __init__(self, span: Span, index: int) -> None:
+        self._span, self.index = weakref.ref(span), index
+
+    @property
+    def span(self) -> Span:
+        """
+        Raises:
+            StateError: the engine is gone.
+        """
+        span = self._span()
+        if span is None:
+            raise StateError("the model of this parameter, and its engine, are gone. Keep a reference to the model")
+        return span
+
+    @property
+    def unit(self) -> Unit:
+        return self.span.unit
 
 
 class ShardedParameter(nn.Parameter):

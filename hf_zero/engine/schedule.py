@@ -208,7 +208,7 @@ class Schedule:
             for event in self.events.use_ended:
                 event(unit, found)
         if use is not None:
-            token = Token(use) if in_backward else self.tape.close(use)
+            token = self.tape.token_of(use) if in_backward else self.tape.close(use)
             nodes = nodes_of(found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
@@ -515,7 +515,7 @@ def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
         raise StateError(
             "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
         )
-    found.enter(token.use)
+    found.enter(found.tape.by_token[token])
 
 
 def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:

@@ -43,12 +43,9 @@ class Use:
 
 
 class Token:
-    """What hooks on the graph own of a use."""
+    """What hooks on the graph own. It refers to nothing: a module that keeps an activation must not keep its engine."""
 
-    __slots__ = ("__weakref__", "use")
-
-    def __init__(self, use: Use) -> None:
-        self.use = use
+    __slots__ = ("__weakref__",)
 
 
 class Tape:
@@ -57,6 +54,7 @@ class Tape:
     def __init__(self) -> None:
         self.uses: list[Use] = []
         self.clock = 0
+        self.by_token: weakref.WeakKeyDictionary[Token, Use] = weakref.WeakKeyDictionary()
 
     def open(self, unit: Unit) -> Use:
         self.clock += 1
@@ -68,8 +66,14 @@ class Tape:
         """The forward has ended. Returns what the hooks of its graph must own."""
         self.clock += 1
         use.closed = self.clock
-        token = Token(use)
+        token = self.token_of(use)
         use.token = weakref.ref(token)
+        return token
+
+    def token_of(self, use: Use) -> Token:
+        """Return what the hooks of its graph must own, of a use that is not on the tape."""
+        token = Token()
+        self.by_token[token] = use
         return token
 
     def clear(self) -> None:
