@@ -91,7 +91,8 @@ def set_source(param: Tensor, source: Source | None) -> None:
 class Place:
     """Where one parameter lies: its unit, its span, and its index there.
 
-    Every graph owns its parameters, unseen by the garbage collector: a module that keeps an activation must not keep the engine.
+    Every graph owns its parameters, unseen by the garbage collector. A module that keeps an activation must not keep the
+    engine.
     """
 
     __slots__ = ("_span", "index")
