@@ -320,11 +320,10 @@ class Schedule:
 
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         use.is_entered = True
-        # Before earlier uses finish: they must not release a unit that this use needs, too.
-        self._entered.append(use)
-        for earlier in self._entered[:-1]:
+        for earlier in [*self._entered]:
             if earlier.opened > use.closed:
                 self._finish_use(earlier)
+        self._entered.append(use)
         if not self.frees:
             return
         self._need(use.unit)
