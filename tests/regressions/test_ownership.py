@@ -127,7 +127,7 @@ def aliases(rank: int, world: int, stage: int) -> None:
             zero.shard(other, None, config)
         other.head.weight.data = torch.zeros(VOCAB, WIDTH)
         kept: list[Tensor] = []
-        hook = model.head.register_forward_hook(lambda module, *_: kept.append(module.weight.data))
+        hook = model.head.register_forward_pre_hook(lambda module, _: kept.append(module.weight.data))
         with torch.no_grad():
             on_tokens(model, rank, 0)
         hook.remove()
