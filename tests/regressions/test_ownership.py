@@ -131,6 +131,8 @@ def aliases(rank: int, world: int, stage: int) -> None:
         with torch.no_grad():
             on_tokens(model, rank, 0)
         hook.remove()
+        with zero.unsharded(model):
+            pass  # releases what forwards have left gathered
         other.head.weight.data = kept[0]  # the memory is the view's own since the unit was released
         assert torch.equal(kept[0], zero.full_parameter(model.head.weight))
         zero.shard(other, None, config)
