@@ -303,7 +303,7 @@ def _reasons(made: Plan) -> Iterator[str]:
         yield "parameters of their master's type rest with it: they are one memory"
     if state[Tier.HOST] or state[Tier.DISK]:
         if setup.step_in_backward and setup.backward_per_step == 1:
-            yield "gradients of offloaded state are not stored: the step uses them as the backward makes them (step_in_backward)"
+            yield "gradients of offloaded state are not stored: step_in_backward uses them as they are made"
         else:
             yield (
                 f"gradients of offloaded state are stored in the type of their masters: sums over {setup.world_size} rank(s) "
