@@ -422,9 +422,13 @@ class Span:
 
     @property
     def has_outside_views(self) -> bool:
-        """Tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
+        return self.outside_views > 0
+
+    @property
+    def outside_views(self) -> int:
+        """How many tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
         segments = len(self.segments) if self.is_alias else 0
-        return self.references > 3 + 2 * len(self.views) + segments
+        return self.references - 3 - 2 * len(self.views) - segments
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""
