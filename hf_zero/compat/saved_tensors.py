@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.observer import Observer
+from ..engine.schedule import alive
 from ..engine.span import Span
 from ..engine.unit import Unit
 
@@ -41,15 +42,15 @@ class SavedTensors(Observer):
     """Puts hooks for saved tensors around forwards of units whose parameters are released."""
 
     def attach(self, engine: Engine) -> None:
-        self._schedule = engine.schedule
+        self._schedule = weakref.ref(engine.schedule)  # graphs hold these hooks, and must not hold the engine
         self._spans: dict[int, weakref.ref[Span]] = {}
         """By address of a storage, the span that has it, or had it: see `_unit_of`."""
         self._left = _BACKWARDS
-        self._unannounced: set[Unit] = set()
+        self._unannounced: set[int] = set()
         self._on: list[Pack | None] = []
 
     def use_begun(self, unit: Unit) -> None:
-        is_watched = torch.is_grad_enabled() and (self._left or unit in self._unannounced)
+        is_watched = torch.is_grad_enabled() and (self._left or unit.index in self._unannounced)
         self._on.append(self._push(unit) if is_watched else None)
 
     def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
@@ -96,9 +97,10 @@ class SavedTensors(Observer):
         return None if span is None or span.full.untyped_storage()._cdata != memory else span.unit
 
     def _unpack(self, saved: Saved) -> Tensor:
-        unit = saved.unit() if saved.unit is not None else None
-        if unit is not None and self._schedule.reach(unit):
-            self._unannounced.add(unit)
+        if saved.unit is not None:
+            schedule, unit = alive(self._schedule), saved.unit()
+            if unit is not None and schedule.reach(unit):
+                self._unannounced.add(unit.index)
         tensor = saved.tensor
         if tensor._version != saved.version:
             raise RuntimeError(

@@ -513,13 +513,22 @@ class Schedule:
             self.in_backward = False
 
 
-def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+def alive(schedule: weakref.ref[Schedule]) -> Schedule:
+    """Return the schedule that a graph refers to.
+
+    Raises:
+        StateError: it is gone, and so are the values that the graph needs.
+    """
     found = schedule()
     if found is None:
         raise StateError(
             "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
         )
-    found.enter(token.use)
+    return found
+
+
+def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+    alive(schedule).enter(token.use)
 
 
 def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:
