@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,9 @@ from .parameter import set_raw_grad
 from .tape import Tape, Token, Use
 from .unit import State, Unit
 
-Calls = list[tuple[Use | None, int]]
-"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph."""
+Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
+"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
+profiler's trace."""
 _REDUCES_AHEAD = 1
 """Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
@@ -83,7 +85,7 @@ class Schedule:
         model, add = self.context.model, self._handles.append
         for unit in self.units:
             for host in unit.hosts:
-                calls: list[tuple[Use | None, int]] = []
+                calls: Calls = []
                 before, after = partial(self.begin_use, unit, calls), partial(self._post_forward, unit, calls)
                 add(host.register_forward_pre_hook(before, prepend=True))
                 add(host.register_forward_hook(after, always_call=True))
@@ -186,7 +188,8 @@ class Schedule:
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
-        calls.append((use, next_sequence_number()))
+        named = unit.named("forward")
+        calls.append((use, next_sequence_number(), named))
 
     def _prefetch(self, unit: Unit) -> None:
         """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
@@ -201,7 +204,9 @@ class Schedule:
         """The code has returned `output`: a backward that comes to it needs the unit."""
         if not calls:
             return
-        use, first = calls.pop()
+        use, first, named = calls.pop()
+        if named is not None:
+            named.__exit__(None, None, None)
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
         found = tensors_in(output) if self.frees or use is not None else []
