@@ -325,10 +325,10 @@ class Schedule:
 
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         use.is_entered = True
-        for earlier in [*self._entered]:
-            if earlier.opened > use.closed:
-                self._finish_use(earlier)
-        self._entered.append(use)
+        over = [earlier for earlier in self._entered if earlier.opened > use.closed]
+        self._entered.append(use)  # first: an earlier use of its unit does not release it
+        for earlier in over:
+            self._finish_use(earlier)
         if not self.frees:
             return
         self._need(use.unit)
