@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..core.units import is_plain_embedding
 from ..errors import StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
@@ -86,7 +87,9 @@ class Schedule:
         for unit in self.units:
             for host in unit.hosts:
                 calls: Calls = []
-                before, after = partial(self.begin_use, unit, calls), partial(self._post_forward, unit, calls)
+                reads = not is_plain_embedding(host)
+                before = partial(self.begin_use, unit, calls, reads=reads)
+                after = partial(self._post_forward, unit, calls)
                 add(host.register_forward_pre_hook(before, prepend=True))
                 add(host.register_forward_hook(after, always_call=True))
         # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
@@ -149,11 +152,12 @@ class Schedule:
                     continue
                 unit.release()
 
-    def begin_use(self, unit: Unit, calls: Calls, *_: Any) -> None:
+    def begin_use(self, unit: Unit, calls: Calls, *_: Any, reads: bool = True) -> None:
         """Code that reads the unit's parameters begins: the forward of a host, or one operation.
 
         Args:
             calls: to be passed to `end_use`.
+            reads: its backward reads them, too.
         """
         in_backward = backward_id() >= 0
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
@@ -184,7 +188,7 @@ class Schedule:
         has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
         if has_graph and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
-            use = Use(unit, -1) if in_backward else self.tape.open(unit)
+            use = Use(unit, -1, reads=reads) if in_backward else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
@@ -331,9 +335,10 @@ class Schedule:
             self._finish_use(earlier)
         if not self.frees:
             return
-        self._need(use.unit)
+        if use.reads:
+            self._need(use.unit)
         following = self._walk[self._walked] if self._walked < len(self._walk) else None
-        if following is not None and not skipped:
+        if following is not None and following.reads and not skipped:
             following.unit.gather()
 
     def _need(self, unit: Unit) -> None:

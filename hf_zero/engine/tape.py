@@ -28,10 +28,12 @@ _HIGHEST = (1 << 31) - 1
 class Use:
     """One forward of one unit."""
 
-    __slots__ = ("__weakref__", "_unit", "closed", "is_done", "is_entered", "is_listed", "opened", "token")
+    __slots__ = ("__weakref__", "_unit", "closed", "is_done", "is_entered", "is_listed", "opened", "reads", "token")
 
-    def __init__(self, unit: Unit, opened: int) -> None:
+    def __init__(self, unit: Unit, opened: int, *, reads: bool = True) -> None:
         self._unit, self.opened, self.closed = weakref.ref(unit), opened, opened  # a graph that is kept holds no engine
+        self.reads = reads
+        """A backward of it needs the values. That of an embedding does not."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
@@ -63,9 +65,9 @@ class Tape:
         self.uses: list[Use] = []
         self.clock = 0
 
-    def open(self, unit: Unit) -> Use:
+    def open(self, unit: Unit, *, reads: bool) -> Use:
         self.clock += 1
-        use = Use(unit, self.clock)
+        use = Use(unit, self.clock, reads=reads)
         self.uses.append(use)
         return use
 
