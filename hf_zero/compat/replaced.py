@@ -5,6 +5,8 @@ The optimizer and the engine would keep the old parameters, and the new ones wou
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine
 from ..engine.observer import Observer
@@ -23,39 +26,45 @@ class Replaced(Observer):
     """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters."""
 
     def attach(self, engine: Engine) -> None:
-        self._context = engine.context
-        self._handles = [
-            register_module_parameter_registration_hook(self._set_parameter),
-            register_module_module_registration_hook(self._set_module),
+        handles = [
+            register_module_parameter_registration_hook(_check_parameter),
+            register_module_module_registration_hook(_check_module),
         ]
+        # torch keeps these hooks for the whole process, so they must not refer to the engine.
+        self._remove = weakref.finalize(self, _remove, handles)
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._remove()
 
-    def _set_parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:
-        old = module._parameters.get(name)
-        if old is None or old is param:
-            return
-        place = place_of(old)
-        if place is not None and self._has(module, place):
-            _refuse(place, "another parameter")
 
-    def _set_module(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        old = module._modules.get(name)
-        if old is None or old is submodule:
-            return
-        kept = set() if submodule is None else set(submodule.parameters())
-        for param in old.parameters():
-            place = place_of(param)
-            if param not in kept and place is not None and self._has(module, place):
-                _refuse(place, "a submodule without it")
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
-    def _has(self, module: nn.Module, place: Place) -> bool:
-        """The module is a part of this engine's model, not one of user code that refers to parameters of it."""
-        if place.span.context is not self._context:
-            return False
-        return any(each is module for each in self._context.model.modules())
+
+def _check_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
+    old = module._parameters.get(name)
+    if old is None or old is param:
+        return
+    place = place_of(old)
+    if place is not None and _has(module, place):
+        _refuse(place, "another parameter")
+
+
+def _check_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    old = module._modules.get(name)
+    if old is None or old is submodule:
+        return
+    kept = set() if submodule is None else set(submodule.parameters())
+    for param in old.parameters():
+        place = place_of(param)
+        if param not in kept and place is not None and _has(module, place):
+            _refuse(place, "a submodule without it")
+
+
+def _has(module: nn.Module, place: Place) -> bool:
+    """The module is a part of the parameter's model, not one of user code that refers to parameters of it."""
+    return any(each is module for each in place.span.context.model.modules())
 
 
 def _refuse(place: Place, other: str) -> NoReturn:

@@ -22,6 +22,7 @@ from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.checkpoint.weights import persistent_buffers
 from hf_zero.params.deferred import deferred_of as birth_of
 from hf_zero.params.engine import engine_of
+from hf_zero.tiers.array import OnDisk
 from tests.huggingface.test_from_pretrained import differences, edit
 from tests.huggingface.test_weights import FAMILIES, build
 from tests.kit.pool import RankPool
@@ -106,13 +107,13 @@ def frozen_bytes(model: nn.Module, but: tuple[str, ...] = ()) -> int:
 
 
 def storage_of(engine: zero.Engine) -> Any:
-    return engine.units[0].flats[0].storage
+    return engine.context.storage
 
 
 def in_files(engine: zero.Engine) -> set[bool]:
     """Of frozen spans: whether they are read from the model's own files."""
-    flats = [flat for unit in engine.units for flat in unit.flats if not flat.span.trainable]
-    return {flat.in_files for flat in flats}
+    masters: list[Any] = [span.master for unit in engine.units for span in unit.spans if not span.trainable]
+    return {isinstance(master, OnDisk) and master.source.base is not None for master in masters}
 
 
 # Birth ----------------------------------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ def bound_later(rank: int, world: int, root: Path, folder: Path, name: str, mixe
             engine.bind(optimizer)
             adapters = sum(param.numel() for param in model.parameters() if param.requires_grad) * 4
             assert meter["read"].bytes <= 2 * adapters, "no frozen value is read to be cut anew"
-            assert not set(engine.layout.spans) ^ {flat.span for unit in engine.units for flat in unit.flats}
+            assert not set(engine.layout.spans) ^ {span.layout for unit in engine.units for span in unit.spans}
         assert in_files(engine) == {True}
         placed = engine.plan.to_dict(), storage.disk.nbytes, engine.report().predicted
         losses = train(model, optimizer, mixed_precision)
