@@ -70,7 +70,6 @@ class Span:
         self.codec = gather_codec(layout)
         self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
         self.segments: list[Segment] = []
-        self.without_elements = [index for index, slot in enumerate(layout.slots) if not slot.spec.numel]
         self.is_old = False
         self._usual: _Buffer | None = None
         self._fill(params)
@@ -404,9 +403,13 @@ class Span:
 
     @property
     def has_outside_views(self) -> bool:
-        """Tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
+        return self.outside_views > 0
+
+    @property
+    def outside_views(self) -> int:
+        """How many tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
         segments = len(self.segments) if self.is_alias else 0
-        return self.references > 3 + 2 * len(self.views) + segments
+        return self.references - 3 - 2 * len(self.views) - segments
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""
