@@ -6,7 +6,6 @@ The optimizer and the engine would keep the old parameters, and the new ones wou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine
 from ..engine.observer import Observer
@@ -26,44 +24,40 @@ class Replaced(Observer):
     """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters."""
 
     def attach(self, engine: Engine) -> None:
+        # Hooks of all modules of the process: they do not hold the engine, and go with it.
         handles = [
-            register_module_parameter_registration_hook(_check_parameter),
-            register_module_module_registration_hook(_check_module),
+            register_module_parameter_registration_hook(_set_parameter),
+            register_module_module_registration_hook(_set_module),
         ]
-        # torch keeps these hooks for the whole process, so they must not refer to the engine.
-        self._remove = weakref.finalize(self, _remove, handles)
+        self._removals = [weakref.finalize(engine, handle.remove) for handle in handles]
 
     def detach(self) -> None:
-        self._remove()
+        for remove in self._removals:
+            remove()
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _check_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
+def _set_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
     old = module._parameters.get(name)
     if old is None or old is param:
         return
     place = place_of(old)
-    if place is not None and _has(module, place):
+    if place is not None and _is_part(module, place):
         _refuse(place, "another parameter")
 
 
-def _check_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+def _set_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     old = module._modules.get(name)
     if old is None or any(each is submodule for each in old.modules()):  # PEFT unwraps a layer: nothing takes its place
         return
     kept = set() if submodule is None else set(submodule.parameters())
     for param in old.parameters():
         place = place_of(param)
-        if param not in kept and place is not None and _has(module, place):
+        if param not in kept and place is not None and _is_part(module, place):
             _refuse(place, "a submodule without it")
 
 
-def _has(module: nn.Module, place: Place) -> bool:
-    """The module is a part of the parameter's model, not one of user code that refers to parameters of it."""
+def _is_part(module: nn.Module, place: Place) -> bool:
+    """The module is a part of the engine's model, not one of user code that refers to parameters of it."""
     return any(each is module for each in place.span.context.model.modules())
 
 
