@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
+from ..engine.schedule import alive
 from ..engine.span import Span
 from ..engine.unit import Unit
 
 _BACKWARDS = 4
 """In so many backwards all units are watched."""
-_Point = tuple[Span, int, bool]
+_Point = tuple[int, bool]
 """A span is released: after so many uses with a graph since the last backward, inside a backward or not."""
 
 Pack = Callable[[Tensor], Any]
@@ -51,19 +52,19 @@ class SavedTensors(Observer):
     """Puts hooks for saved tensors around forwards of units whose parameters are released."""
 
     def attach(self, engine: Engine) -> None:
-        self._schedule = engine.schedule
+        self._schedule = weakref.ref(engine.schedule)  # graphs hold these hooks, and must not hold the engine
         self._spans: dict[int, weakref.ref[Span]] = {}
         """By address of a storage, the span that has it, or had it: see `_span_of`."""
         self._saved: dict[int, weakref.WeakSet[Saved]] = {}
         """By address of a storage, what graphs hold of it."""
         self._left = _BACKWARDS
-        self._watched: set[Unit] = set()
+        self._watched: weakref.WeakSet[Unit] = weakref.WeakSet()  # all weak: graphs hold this
         """Units that keep the hooks."""
-        self._hooked: dict[Unit, bool] = {}
+        self._hooked: weakref.WeakKeyDictionary[Unit, bool] = weakref.WeakKeyDictionary()
         """By unit, whether its last use with a graph had hooks."""
-        self._uses: dict[Unit, int] = {}
+        self._uses: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
         """By unit, uses with a graph since the last backward."""
-        self._usual: dict[_Point, int] = {}
+        self._usual: weakref.WeakKeyDictionary[Span, dict[_Point, int]] = weakref.WeakKeyDictionary()
         """Views that graphs without hooks hold."""
         self._on: list[Pack | None] = []
 
@@ -90,13 +91,14 @@ class SavedTensors(Observer):
 
     def _are_saved(self, span: Span) -> bool:
         """Whether graphs hold all views of a span's memory: they read them after the next gather."""
-        point = span, self._uses.get(span.unit, 0), backward_id() >= 0
+        point = self._uses.get(span.unit, 0), backward_id() >= 0
+        usual = self._usual.setdefault(span, {})
         if not self._hooked.get(span.unit):
-            return self._usual.get(point) == span.outside_views
+            return usual.get(point) == span.outside_views
         saved = self._saved.get(_memory(span.full), ())
         if span.outside_views > len(saved):
             return False
-        self._usual[point] = sum(not each.is_parameter for each in saved)
+        usual[point] = sum(not each.is_parameter for each in saved)
         return True
 
     def _pop(self) -> None:
@@ -144,9 +146,11 @@ class SavedTensors(Observer):
         return None if span is None or _memory(span.full) != memory else span
 
     def _unpack(self, saved: Saved) -> Tensor:
-        unit = saved.unit() if saved.unit is not None else None
-        if unit is not None and self._schedule.reach(unit):
-            self._watched.add(unit)
+        unit = None
+        if saved.unit is not None:
+            schedule, unit = alive(self._schedule), saved.unit()
+            if unit is not None and schedule.reach(unit):
+                self._watched.add(unit)
         tensor = saved.tensor
         if tensor._version != saved.version:
             raise RuntimeError(

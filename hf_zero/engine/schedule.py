@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..core.units import is_plain_embedding
 from ..errors import StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
@@ -29,8 +31,9 @@ from .parameter import set_raw_grad
 from .tape import Tape, Token, Use
 from .unit import State, Unit
 
-Calls = list[tuple[Use | None, int]]
-"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph."""
+Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
+"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
+profiler's trace."""
 _REDUCES_AHEAD = 1
 """Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
@@ -83,8 +86,10 @@ class Schedule:
         model, add = self.context.model, self._handles.append
         for unit in self.units:
             for host in unit.hosts:
-                calls: list[tuple[Use | None, int]] = []
-                before, after = partial(self.begin_use, unit, calls), partial(self._post_forward, unit, calls)
+                calls: Calls = []
+                reads = not is_plain_embedding(host)
+                before = partial(self.begin_use, unit, calls, reads=reads)
+                after = partial(self._post_forward, unit, calls)
                 add(host.register_forward_pre_hook(before, prepend=True))
                 add(host.register_forward_hook(after, always_call=True, with_kwargs=True))
         # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
@@ -147,11 +152,12 @@ class Schedule:
                     continue
                 unit.release()
 
-    def begin_use(self, unit: Unit, calls: Calls, *_: Any) -> None:
+    def begin_use(self, unit: Unit, calls: Calls, *_: Any, reads: bool = True) -> None:
         """Code that reads the unit's parameters begins: the forward of a host, or one operation.
 
         Args:
             calls: to be passed to `end_use`.
+            reads: its backward reads them, too.
         """
         in_backward = backward_id() >= 0
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
@@ -183,11 +189,12 @@ class Schedule:
         if has_graph and (self.frees or unit.trained):
             # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
             is_apart = in_backward or (self.frees and self.context.is_unsharded)
-            use = Use(unit, -1) if is_apart else self.tape.open(unit)
+            use = Use(unit, -1, reads=reads) if is_apart else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
-        calls.append((use, next_sequence_number()))
+        named = unit.named("forward")
+        calls.append((use, next_sequence_number(), named))
 
     def _prefetch(self, unit: Unit) -> None:
         """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
@@ -202,7 +209,9 @@ class Schedule:
         """The code has returned `output`: a backward that comes to it, or to what it put into `inputs`, needs the unit."""
         if not calls:
             return
-        use, first = calls.pop()
+        use, first, named = calls.pop()
+        if named is not None:
+            named.__exit__(None, None, None)
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
         found = tensors_in(output) if self.frees or use is not None else []
@@ -321,15 +330,16 @@ class Schedule:
 
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         use.is_entered = True
-        for earlier in [*self._entered]:
-            if earlier.opened > use.closed:
-                self._finish_use(earlier)
-        self._entered.append(use)
+        over = [earlier for earlier in self._entered if earlier.opened > use.closed]
+        self._entered.append(use)  # first: an earlier use of its unit does not release it
+        for earlier in over:
+            self._finish_use(earlier)
         if not self.frees:
             return
-        self._need(use.unit)
+        if use.reads:
+            self._need(use.unit)
         following = self._walk[self._walked] if self._walked < len(self._walk) else None
-        if following is not None and not skipped:
+        if following is not None and following.reads and not skipped:
             following.unit.gather()
 
     def _need(self, unit: Unit) -> None:
@@ -514,13 +524,22 @@ class Schedule:
             self.in_backward = False
 
 
-def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+def alive(schedule: weakref.ref[Schedule]) -> Schedule:
+    """Return the schedule that a graph refers to.
+
+    Raises:
+        StateError: it is gone, and so are the values that the graph needs.
+    """
     found = schedule()
     if found is None:
         raise StateError(
             "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
         )
-    found.enter(token.use)
+    return found
+
+
+def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+    alive(schedule).enter(token.use)
 
 
 def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:

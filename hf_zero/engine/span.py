@@ -145,7 +145,7 @@ class Span:
         """Point the parameters at `full`, and make them report access."""
         self.unit = unit
         for index, (param, view) in enumerate(zip(self.params, self.views)):
-            adopt(param, Place(unit, self, index))
+            adopt(param, Place(self, index))
             set_raw_data(param, view)
 
     def view(self, index: int) -> Tensor:
