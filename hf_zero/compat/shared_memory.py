@@ -54,7 +54,7 @@ class SharedMemory(Observer):
 
 def _memory_of(name: str, param: nn.Parameter) -> Iterator[_Memory]:
     if source_of(param) is not None:
-        return
+        return  # its values are in parts on the ranks
     values = param.detach()
     if not values.numel() or values.is_meta or values.layout != torch.strided:
         return
