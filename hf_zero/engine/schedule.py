@@ -187,8 +187,9 @@ class Schedule:
         # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
         has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
         if has_graph and (self.frees or unit.trained):
-            # Inside a backward the forward is a recomputation: its uses are not on the tape.
-            use = Use(unit, -1, reads=reads) if in_backward else self.tape.open(unit, reads=reads)
+            # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
+            is_apart = in_backward or (self.frees and self.context.is_unsharded)
+            use = Use(unit, -1, reads=reads) if is_apart else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
@@ -218,7 +219,7 @@ class Schedule:
             for event in self.events.use_ended:
                 event(unit, found)
         if use is not None:
-            token = Token(use) if in_backward else self.tape.close(use)
+            token = Token(use) if use.opened < 0 else self.tape.close(use)
             nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
