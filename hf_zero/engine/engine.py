@@ -303,9 +303,10 @@ class Engine:
         """
         if self.config.step_in_backward and max_norm == float("inf"):
             return torch.tensor(float("nan"), device="cpu")  # nothing is left to measure
-        self.complete_gradients("clip_grad_norm_")
-        parts = parts_to_clip(self.trained, self.context, parameters)
-        return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
+        with self._wire.watch.doing("clip_grad_norm_()"):
+            self.complete_gradients("clip_grad_norm_")
+            parts = parts_to_clip(self.trained, self.context, parameters)
+            return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.

@@ -16,17 +16,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..core.units import is_plain_embedding
 from ..errors import StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
 from .parameter import set_raw_grad
-from .tape import Tape, Token, Use
+from .tape import HIGHEST, Tape, Token, Use
 from .unit import State, Unit
 
 Calls = list[tuple[Use | None, int]]
@@ -108,9 +110,13 @@ class Schedule:
         self.context.check()
         for event in self.events.before_forward:
             event(args, kwargs)
-        self._keeps = torch.is_grad_enabled()
+        self._begin_forward()
         self._running = [0] * len(self.units)
         self._last_order, self._order = self._order, []
+
+    def _begin_forward(self) -> None:
+        self._keeps = torch.is_grad_enabled()
+        self._wire.watch.phase = "forward" if self._keeps else "a forward without gradients"
 
     def _post_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if backward_id() >= 0 or self._depth == 0:
@@ -147,11 +153,12 @@ class Schedule:
                     continue
                 unit.release()
 
-    def begin_use(self, unit: Unit, calls: Calls, *_: Any) -> None:
+    def begin_use(self, unit: Unit, calls: Calls, host: nn.Module | None = None, *_: Any) -> None:
         """Code that reads the unit's parameters begins: the forward of a host, or one operation.
 
         Args:
             calls: to be passed to `end_use`.
+            host: None: an operation.
         """
         in_backward = backward_id() >= 0
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
@@ -159,7 +166,7 @@ class Schedule:
             self.context.check()
             for event in self.events.before_part:
                 event(unit)
-            self._keeps = torch.is_grad_enabled()
+            self._begin_forward()
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
@@ -182,7 +189,8 @@ class Schedule:
         has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
         if has_graph and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
-            use = Use(unit, -1) if in_backward else self.tape.open(unit)
+            reads = host is None or not is_plain_embedding(host)
+            use = Use(unit, -1, reads=reads) if in_backward else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
@@ -259,6 +267,7 @@ class Schedule:
             return
         self.context.refuse_unsharded("a backward")
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
+        self._wire.watch.phase = "backward"
         self._task = backward_id()
         self._keeps_graph = torch.is_grad_enabled()
         for event in self.events.before_backward:
@@ -276,8 +285,8 @@ class Schedule:
                 self._wire,
                 self.units,
                 each_use=self.frees,
-                mark=self.context.flags_mark,
-                refuse=self.context.refuse_other_flags,
+                mark=(self.context.flags_mark << 1 | self.sends) & HIGHEST,
+                refuse=partial(self.context.refuse_other_marks, sends=self.sends),
             )
         if self.frees:
             self._to_reduce.extend(answer())
@@ -300,15 +309,13 @@ class Schedule:
         if backward_id() != self._task:
             self._enter_nested(use)
             return
-        if not use.is_listed:  # a graph from before the last step
-            self._need(use.unit)
-            self._kept.add(use.unit)
+        # From before the last step, or passed in the order of the tape and reached after all.
+        if not use.is_listed or (use.is_entered and use.is_done and self.frees):
+            if use.reads:
+                self._need(use.unit)
+                self._kept.add(use.unit)
             return
         if use.is_entered:
-            if not use.is_done or not self.frees:
-                return
-            self._need(use.unit)  # passed in the order of the tape, and reached after all
-            self._kept.add(use.unit)
             return
         while self._walked < len(self._walk):
             each = self._walk[self._walked]
@@ -320,14 +327,14 @@ class Schedule:
 
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         use.is_entered = True
-        for earlier in [*self._entered]:
-            if earlier.opened > use.closed:
-                self._finish_use(earlier)
-        self._entered.append(use)
-        if not self.frees:
+        over = [earlier for earlier in self._entered if earlier.opened > use.closed]
+        self._entered.append(use)  # first: a unit that is used again is not released
+        for earlier in over:
+            self._finish_use(earlier)
+        if not self.frees or not use.reads:
             return
         self._need(use.unit)
-        following = self._walk[self._walked] if self._walked < len(self._walk) else None
+        following = next((each for each in islice(self._walk, self._walked, None) if each.reads), None)
         if following is not None and not skipped:
             following.unit.gather()
 
@@ -343,7 +350,7 @@ class Schedule:
         if backward_id() >= 0:
             self.begin()
             for use in self._walk[self._walked :]:
-                if use.unit is unit:
+                if use.unit is unit and use.reads:
                     self.enter(use)  # in the order of the tape, like the ranks that come to its output
                     return True
         self._need(unit)
@@ -363,7 +370,7 @@ class Schedule:
 
     def _release_unless_entered(self, unit: Unit) -> None:
         for each in self._entered:
-            if each.unit is unit:
+            if each.unit is unit and each.reads:
                 return
         unit.release()
 
@@ -385,8 +392,8 @@ class Schedule:
 
     def _enter_nested(self, use: Use) -> None:
         """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
-        unit = use.unit
-        self._need(unit)
+        if use.reads:
+            self._need(use.unit)
         if not use.is_entered:
             use.is_entered = True
             self._entered.append(use)
@@ -438,6 +445,7 @@ class Schedule:
                     unit.hold()
         for event in self.events.after_backward:
             event()
+        self._wire.watch.phase = "what follows the backward"
         self.in_backward = False  # not before: an exception up to here is a backward that failed
 
     def reduce_late(self, units: Sequence[Unit]) -> None:

@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 _MASK_BITS = 30
 """Uses of one unit that the ranks tell apart; further ones count as reachable."""
-_HIGHEST = (1 << 31) - 1
+HIGHEST = (1 << 31) - 1
 """What one number of an agreement can be."""
 
 
 class Use:
     """One forward of one unit."""
 
-    __slots__ = ("__weakref__", "closed", "is_done", "is_entered", "is_listed", "opened", "token", "unit")
+    __slots__ = ("__weakref__", "closed", "is_done", "is_entered", "is_listed", "opened", "reads", "token", "unit")
 
-    def __init__(self, unit: Unit, opened: int) -> None:
+    def __init__(self, unit: Unit, opened: int, *, reads: bool) -> None:
         self.unit, self.opened, self.closed = unit, opened, opened
+        self.reads = reads
+        """Its backward reads full parameters; an embedding's does not."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
@@ -58,9 +60,9 @@ class Tape:
         self.uses: list[Use] = []
         self.clock = 0
 
-    def open(self, unit: Unit) -> Use:
+    def open(self, unit: Unit, *, reads: bool) -> Use:
         self.clock += 1
-        use = Use(unit, self.clock)
+        use = Use(unit, self.clock, reads=reads)
         self.uses.append(use)
         return use
 
@@ -100,7 +102,7 @@ class Tape:
             A function that marks the uses of this tape (`is_listed`) and returns the units to reduce, in order.
         """
         begin = self._agree_on_uses if each_use else self._agree_on_units
-        return begin(wire, units, [mark, _HIGHEST - mark], refuse)
+        return begin(wire, units, [mark, HIGHEST - mark], refuse)
 
     def _agree_on_units(
         self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
@@ -114,7 +116,7 @@ class Tape:
 
         def units_in_order() -> list[Unit]:
             agreed = answer()
-            if agreed.pop() != _HIGHEST - agreed.pop():
+            if agreed.pop() != HIGHEST - agreed.pop():
                 refuse()
             order = sorted((index for index, at in enumerate(agreed) if at), key=lambda index: (-agreed[index], -index))
             return [units[index] for index in order]
@@ -138,7 +140,7 @@ class Tape:
 
         def units_in_order() -> list[Unit]:
             found = answer()
-            if found.pop() != _HIGHEST - found.pop():
+            if found.pop() != HIGHEST - found.pop():
                 refuse()
             agreed = found[: len(units)]
             if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):
