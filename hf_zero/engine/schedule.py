@@ -63,6 +63,9 @@ class Schedule:
         self._keeps_graph = False  # the backward builds a graph of itself
         # Forward
         self._running: list[int] = [0] * len(self.units)
+        self._awaited: list[int] = [0] * len(
+            self.units
+        )  # bits of hosts that this forward has not come to: the unit stays
         self._depth = 0  # of calls of the root
         self._keeps = False  # this forward, or a part of it, builds a graph
         self._order: list[Unit] = []  # of uses in this forward
@@ -84,11 +87,11 @@ class Schedule:
     def _hook(self) -> None:
         model, add = self.context.model, self._handles.append
         for unit in self.units:
-            for host in unit.hosts:
-                calls: list[tuple[Use | None, int]] = []
-                before, after = partial(self.begin_use, unit, calls), partial(self._post_forward, unit, calls)
+            for number, host in enumerate(unit.hosts):
+                calls: Calls = []
+                before = partial(self._pre_forward, unit, calls, 1 << number, not is_plain_embedding(host))
                 add(host.register_forward_pre_hook(before, prepend=True))
-                add(host.register_forward_hook(after, always_call=True))
+                add(host.register_forward_hook(partial(self._post_forward, unit, calls), always_call=True))
         # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
         add(model.register_forward_pre_hook(self._pre_root, prepend=True, with_kwargs=True))
         add(model.register_forward_hook(self._post_root, always_call=True))
@@ -112,6 +115,7 @@ class Schedule:
             event(args, kwargs)
         self._begin_forward()
         self._running = [0] * len(self.units)
+        self._awaited = [(1 << len(unit.hosts)) - 1 for unit in self.units]
         self._last_order, self._order = self._order, []
 
     def _begin_forward(self) -> None:
@@ -153,12 +157,16 @@ class Schedule:
                     continue
                 unit.release()
 
-    def begin_use(self, unit: Unit, calls: Calls, host: nn.Module | None = None, *_: Any) -> None:
+    def _pre_forward(self, unit: Unit, calls: Calls, host: int, reads: bool, *_: Any) -> None:
+        self._awaited[unit.index] &= ~host
+        self.begin_use(unit, calls, reads=reads)
+
+    def begin_use(self, unit: Unit, calls: Calls, *, reads: bool = True) -> None:
         """Code that reads the unit's parameters begins: the forward of a host, or one operation.
 
         Args:
             calls: to be passed to `end_use`.
-            host: None: an operation.
+            reads: its backward reads them, too.
         """
         in_backward = backward_id() >= 0
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
@@ -189,7 +197,6 @@ class Schedule:
         has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
         if has_graph and (self.frees or unit.trained):
             # Inside a backward the forward is a recomputation: its uses are not on the tape.
-            reads = host is None or not is_plain_embedding(host)
             use = Use(unit, -1, reads=reads) if in_backward else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
@@ -231,7 +238,8 @@ class Schedule:
             return
         if not in_backward:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
-            if not (unit.index in self.context.kept and self._keeps_units):
+            is_used_again = self._depth > 0 and self._awaited[unit.index]
+            if not (is_used_again or (unit.index in self.context.kept and self._keeps_units)):
                 self._tail = unit
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
