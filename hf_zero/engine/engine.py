@@ -489,17 +489,18 @@ class Engine:
             CheckpointError: on every rank; names the rank, the file and the reason. `folder` is as it was.
             StateError: an optimizer's step was left half done.
         """
-        self.quiesce()
-        self.wait_for_save()
-        finish = self.saves.write_behind if async_save else Saving.commit
-        save(
-            self,
-            folder,
-            max_shard_size=max_shard_size,
-            save_optimizer=save_optimizer,
-            objects=objects,
-            finish=finish,
-        )
+        with self._wire.watch.doing(f"saving to {folder}"):
+            self.quiesce()
+            self.wait_for_save()
+            finish = self.saves.write_behind if async_save else Saving.commit
+            save(
+                self,
+                folder,
+                max_shard_size=max_shard_size,
+                save_optimizer=save_optimizer,
+                objects=objects,
+                finish=finish,
+            )
 
     def load(
         self,

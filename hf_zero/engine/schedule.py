@@ -12,6 +12,7 @@ Python work per step grows with units, never with parameters, but for class chan
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ..core.units import is_plain_embedding
-from ..errors import StateError
+from ..errors import StallError, StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
 from .parameter import set_raw_grad
@@ -126,7 +127,7 @@ class Schedule:
         if backward_id() >= 0 or self._depth == 0:
             return
         self._depth -= 1
-        if self._depth:
+        if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # no transfer will end
             return
         if torch.is_grad_enabled():
             hook = partial(_enter_root, weakref.ref(self))
