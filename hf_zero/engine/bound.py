@@ -191,7 +191,6 @@ class Bound:
         if engine.stepper is not None:
             binding.show_segments()
         binding.settle_memory()
-        binding.note_idle()
         if engine.stepper is not None:
             engine.stepper.begin(binding)
         engine.refresh(binding.spans)

@@ -157,7 +157,7 @@ def _merged(ranks: Sequence[Held], bindings: Sequence[Binding], names: Names, ex
             out.append(param_of[source])
             continue
         number, at = source
-        out += [p for p in bindings[number].originals[at] if names[p][0] in present or not p.numel()]
+        out += [p for p in bindings[number].originals[at] if names[p][0] in present]
     return out
 
 

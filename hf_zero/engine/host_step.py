@@ -197,7 +197,7 @@ class Stepper:
             for land in step.arrivals:
                 land()
             for piece in step.pieces:
-                if isinstance(piece.span.master, OnDisk):
+                if isinstance(piece.span.master, OnDisk) and piece.segment.numel:
                     self._update_on_disk(step, piece)
                 else:
                     self._update_in_host(step, piece)
@@ -218,8 +218,12 @@ class Stepper:
         def memory(_: str, dtype: torch.dtype) -> Tensor:
             return self._storage.link.empty(segment.numel, dtype, travels=False)
 
-        master = cast(Tensor, piece.span.master)[segment.here]
-        grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
+        if segment.numel:
+            master = cast(Tensor, piece.span.master)[segment.here]
+            grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
+        else:
+            master = torch.empty(0, dtype=piece.span.master_dtype, device="cpu")
+            grad = None if piece.grad is None else torch.empty_like(master)
         entries = self._update(step, piece, segment.start, master, grad, piece.known, memory)
         self._keep_state(step, piece, entries)
 
@@ -247,8 +251,7 @@ class Stepper:
                 else:
                     kept[name] = value
             self._ring.write(slot, targets)
-        if segment.numel:
-            self._keep_state(step, piece, kept)
+        self._keep_state(step, piece, kept)
 
     @staticmethod
     def _home(piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
@@ -287,7 +290,7 @@ class Stepper:
         kernel = twin.kernels[group] if has_moments and grad is not None else None
         count = entries["step"] + 1 if kernel is not None else None
         out: dict[str, Any] = {name: entries[name] for name in names}
-        for low in range(0, numel, width):
+        for low in range(0, max(numel, 1), width):  # one block of nothing makes state, too
             here = slice(low, min(low + width, numel))
             values, part = master[here], None if grad is None else grad[here]
             if kernel is not None and count is not None and part is not None:
@@ -352,7 +355,7 @@ class Stepper:
     def _publish(self, span: Span, start: int, values: Tensor, after: Any) -> None:
         """New values of the master to what gathers read, if that is other memory."""
         home = span.published
-        if home is None:
+        if home is None or not values.numel():
             return
         target = home[start : start + values.numel()]
         if isinstance(target, Tensor) and target.device.type == "cpu":

@@ -64,9 +64,7 @@ class Schedule:
         self._keeps_graph = False  # the backward builds a graph of itself
         # Forward
         self._running: list[int] = [0] * len(self.units)
-        self._awaited: list[int] = [0] * len(
-            self.units
-        )  # bits of hosts that this forward has not come to: the unit stays
+        self._awaited: list[int] = [0] * len(self.units)  # bits of hosts that are still to run: the unit stays
         self._depth = 0  # of calls of the root
         self._keeps = False  # this forward, or a part of it, builds a graph
         self._order: list[Unit] = []  # of uses in this forward
@@ -92,7 +90,8 @@ class Schedule:
                 calls: Calls = []
                 before = partial(self._pre_forward, unit, calls, 1 << number, not is_plain_embedding(host))
                 add(host.register_forward_pre_hook(before, prepend=True))
-                add(host.register_forward_hook(partial(self._post_forward, unit, calls), always_call=True))
+                after = partial(self._post_forward, unit, calls)
+                add(host.register_forward_hook(after, always_call=True, with_kwargs=True))
         # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
         add(model.register_forward_pre_hook(self._pre_root, prepend=True, with_kwargs=True))
         add(model.register_forward_hook(self._post_root, always_call=True))
@@ -210,11 +209,11 @@ class Schedule:
         if self._depth and at + 1 < len(self._last_order) and self._last_order[at] is unit:
             self._last_order[at + 1].gather()
 
-    def _post_forward(self, unit: Unit, calls: Calls, module: nn.Module, args: Any, output: Any) -> None:
-        self.end_use(unit, calls, output)
+    def _post_forward(self, unit: Unit, calls: Calls, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.end_use(unit, calls, output, (args, kwargs))
 
-    def end_use(self, unit: Unit, calls: Calls, output: Any) -> None:
-        """The code has returned `output`: a backward that comes to it needs the unit."""
+    def end_use(self, unit: Unit, calls: Calls, output: Any, inputs: Any = ()) -> None:
+        """The code has returned `output`: a backward that comes to it, or to what it put into `inputs`, needs the unit."""
         if not calls:
             return
         use, first = calls.pop()
@@ -226,11 +225,11 @@ class Schedule:
                 event(unit, found)
         if use is not None:
             token = Token(use) if in_backward else self.tape.close(use)
-            nodes = nodes_of(found, first)
+            nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
                 node.register_prehook(hook)
-            if not nodes and not found and output is not None and self.frees:
+            if not found and output is not None and self.frees:
                 self._kept.add(unit)  # its output cannot be searched: only the end of the backward is certain
         if not self.frees or self._running[unit.index]:
             return

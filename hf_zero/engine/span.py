@@ -70,7 +70,6 @@ class Span:
         self.codec = gather_codec(layout)
         self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
         self.segments: list[Segment] = []
-        self.without_elements = [index for index, slot in enumerate(layout.slots) if not slot.spec.numel]
         self.is_old = False
         self._usual: _Buffer | None = None
         self._fill(params)

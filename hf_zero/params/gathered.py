@@ -20,6 +20,7 @@ from ..engine.parameter import Place, place_of
 from ..engine.span import Span
 from ..engine.unit import Unit
 from ..engine.unsharded import Hold
+from ..engine.written import carry
 from ..errors import ConfigError, StateError
 from ..tiers.fingerprint import fingerprint
 from .deferred import Deferred, deferred_of
@@ -202,9 +203,7 @@ class _Sharded(_Group):
 
     def keep(self, number: int, values: Tensor) -> None:
         span, index = self._places[number].span, self._places[number].index
-        part = span.part_of(index)
-        if part is not None:
-            span.write(part.start, values.view(-1)[part.there].to(span.master_dtype))
+        carry(span, index, values.view(-1))
         self._kept.setdefault(span, []).append(index)
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
 """Step by step: what a run took at its highest, moved and waited for; into a file, for `hf-zero report`, and into logs.
 
-A `Recorder` sees `Counters` alone, which are values: who counts (`runtime/usage.py`) knows the engine.
+A `Recorder` sees `Counters` alone, which are values: `diagnostics/usage.py` counts, and knows the engine.
 
 The file has one JSON object per line, told apart by `kind`. `facts` begins a start of training and comes with its first step;
 then `step`, `log` (what a Trainer logged: losses) and, where training came to its end, `end`. Readers pass over other kinds.
