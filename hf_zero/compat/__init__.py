@@ -21,6 +21,7 @@ from .preemption import Preemptions
 from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
+from .shared_memory import SharedMemory
 from .state_dicts import StateDicts
 from .transforms import Transforms
 from .unbound import Unbound
@@ -31,6 +32,7 @@ def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
     return [
         Transforms(),
+        SharedMemory(),
         OnDemand(),
         OtherDtype(),
         SavedTensors(),

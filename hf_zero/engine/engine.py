@@ -570,6 +570,7 @@ class Engine:
         for binding, state in zip(self.bindings, states):
             unbind(binding, state)
         self.bindings = []
+        self.context.storage.close()
 
     def on_detach(self, call: Callable[[], object]) -> None:
         """Call `call` when the engine gives the model back."""

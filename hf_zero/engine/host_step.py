@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from ..comm.inflight import Inflight, Latch
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.pool import Storage
-from ..tiers.tier import Tier
+from ..tiers.tier import Meter, Tier
 from .context import Context
 from .optimizer import Binding
 from .parameter import set_raw_grad
@@ -61,7 +62,9 @@ class Stepper:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
         self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.spans)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
+        # The thread holds its initializer for life, and must not hold the engine.
+        begin = partial(_begin_thread, context.storage.meter)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=begin)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
         self._is_running = False  # maybe
@@ -71,9 +74,6 @@ class Stepper:
         if context.config.step_in_backward:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
-
-    def _begin_thread(self) -> None:
-        self._storage.meter.stepper_thread = threading.get_ident()
 
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
@@ -388,6 +388,10 @@ class Stepper:
             without_error(move.close)
         self._leaving.clear()
         self._ring.abandon()
+
+
+def _begin_thread(meter: Meter) -> None:
+    meter.stepper_thread = threading.get_ident()
 
 
 def _on_disk(values: Values) -> OnDisk:

@@ -16,8 +16,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ from .parameter import set_raw_grad
 from .tape import HIGHEST, Tape, Token, Use
 from .unit import State, Unit
 
-Calls = list[tuple[Use | None, int]]
-"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph."""
+Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
+"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
+profiler's trace."""
 _REDUCES_AHEAD = 1
 """Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
@@ -89,8 +90,8 @@ class Schedule:
             for number, host in enumerate(unit.hosts):
                 calls: Calls = []
                 before = partial(self._pre_forward, unit, calls, 1 << number, not is_plain_embedding(host))
-                add(host.register_forward_pre_hook(before, prepend=True))
                 after = partial(self._post_forward, unit, calls)
+                add(host.register_forward_pre_hook(before, prepend=True))
                 add(host.register_forward_hook(after, always_call=True, with_kwargs=True))
         # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
         add(model.register_forward_pre_hook(self._pre_root, prepend=True, with_kwargs=True))
@@ -196,12 +197,14 @@ class Schedule:
         # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
         has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
         if has_graph and (self.frees or unit.trained):
-            # Inside a backward the forward is a recomputation: its uses are not on the tape.
-            use = Use(unit, -1, reads=reads) if in_backward else self.tape.open(unit, reads=reads)
+            # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
+            is_apart = in_backward or (self.frees and self.context.is_unsharded)
+            use = Use(unit, -1, reads=reads) if is_apart else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
-        calls.append((use, next_sequence_number()))
+        named = unit.named("forward")
+        calls.append((use, next_sequence_number(), named))
 
     def _prefetch(self, unit: Unit) -> None:
         """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
@@ -216,7 +219,9 @@ class Schedule:
         """The code has returned `output`: a backward that comes to it, or to what it put into `inputs`, needs the unit."""
         if not calls:
             return
-        use, first = calls.pop()
+        use, first, named = calls.pop()
+        if named is not None:
+            named.__exit__(None, None, None)
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
         found = tensors_in(output) if self.frees or use is not None else []
@@ -224,7 +229,7 @@ class Schedule:
             for event in self.events.use_ended:
                 event(unit, found)
         if use is not None:
-            token = Token(use) if in_backward else self.tape.close(use)
+            token = Token(use) if use.opened < 0 else self.tape.close(use)
             nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
@@ -336,14 +341,15 @@ class Schedule:
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         use.is_entered = True
         over = [earlier for earlier in self._entered if earlier.opened > use.closed]
-        self._entered.append(use)  # first: a unit that is used again is not released
+        self._entered.append(use)  # first: an earlier use of its unit does not release it
         for earlier in over:
             self._finish_use(earlier)
-        if not self.frees or not use.reads:
+        if not self.frees:
             return
-        self._need(use.unit)
-        following = next((each for each in islice(self._walk, self._walked, None) if each.reads), None)
-        if following is not None and not skipped:
+        if use.reads:
+            self._need(use.unit)
+        following = self._walk[self._walked] if self._walked < len(self._walk) else None
+        if following is not None and following.reads and not skipped:
             following.unit.gather()
 
     def _need(self, unit: Unit) -> None:
@@ -529,13 +535,22 @@ class Schedule:
             self.in_backward = False
 
 
-def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+def alive(schedule: weakref.ref[Schedule]) -> Schedule:
+    """Return the schedule that a graph refers to.
+
+    Raises:
+        StateError: it is gone, and so are the values that the graph needs.
+    """
     found = schedule()
     if found is None:
         raise StateError(
             "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
         )
-    found.enter(token.use)
+    return found
+
+
+def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+    alive(schedule).enter(token.use)
 
 
 def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:

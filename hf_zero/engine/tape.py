@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from ..comm.wire import SoloWire
@@ -28,16 +28,21 @@ HIGHEST = (1 << 31) - 1
 class Use:
     """One forward of one unit."""
 
-    __slots__ = ("__weakref__", "closed", "is_done", "is_entered", "is_listed", "opened", "reads", "token", "unit")
+    __slots__ = ("__weakref__", "_unit", "closed", "is_done", "is_entered", "is_listed", "opened", "reads", "token")
 
-    def __init__(self, unit: Unit, opened: int, *, reads: bool) -> None:
-        self.unit, self.opened, self.closed = unit, opened, opened
+    def __init__(self, unit: Unit, opened: int, *, reads: bool = True) -> None:
+        self._unit, self.opened, self.closed = weakref.ref(unit), opened, opened  # a graph that is kept holds no engine
         self.reads = reads
-        """Its backward reads full parameters; an embedding's does not."""
+        """A backward of it needs the values. That of an embedding does not."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
         self.is_entered = self.is_done = False
+
+    @property
+    def unit(self) -> Unit:
+        """The unit, of an engine that exists."""
+        return cast("Unit", self._unit())
 
     @property
     def is_reachable(self) -> bool:

@@ -156,7 +156,7 @@ def test_wrapped_models_and_stray_optimizers_are_refused() -> None:
         accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     model = nn.Linear(2, 2)
     two = [torch.optim.SGD(params, lr=0.1) for params in (model.parameters(), [model.bias])]
-    with refused("parameter 'bias' is in two optimizers, number 0 .SGD. and number 1 .SGD.", zero.LayoutError):
+    with refused("'bias' is in two optimizers, number 0 .SGD. and number 1 .SGD.", zero.LayoutError):
         accelerator.prepare(model, *two)
 
 
