@@ -229,6 +229,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         context.device.type == "cpu",
         sizes=context.storage.sizes,
         wire=context.config.wire,
+        kept=context.kept,
     )
     given = context.layout, context.plan.placements, setup
     return memory_of(*given), Traffic.of(work_in_total(*given), *given)
