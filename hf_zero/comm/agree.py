@@ -126,7 +126,14 @@ def same_structure(
     digests = wire.exchange(digest)
     if len(set(digests)) == 1:
         return
-    everyone: list[list[str]] = wire.exchange(lines)
+    same_lines(wire.exchange(lines))
+
+
+def same_lines(everyone: Sequence[list[str]]) -> None:
+    """
+    Raises:
+        RankMismatchError: ranks have other lines; with the first difference.
+    """
     for rank, theirs in enumerate(everyone[1:], start=1):
         if theirs != everyone[0]:
             raise RankMismatchError(_first_difference(everyone[0], theirs, rank))

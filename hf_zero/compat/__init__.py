@@ -22,6 +22,7 @@ from .preemption import Preemptions
 from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
+from .shared_memory import SharedMemory
 from .state_dicts import StateDicts
 from .transforms import Transforms
 from .unbound import Unbound
@@ -32,6 +33,7 @@ def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
     return [
         Transforms(),
+        SharedMemory(),
         OnDemand(),
         OtherDtype(),
         SavedTensors(),

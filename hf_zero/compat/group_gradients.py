@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.lazy_grad import DistributedGrad, Source
-from ..engine.clipping import over_ranks, power_sum
+from ..engine.clipping import joined, over_ranks, power_sum
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
@@ -104,16 +104,23 @@ class GroupGradients(Observer):
             segment.is_cleared = False
             for index in segment.members:
                 bucket.present[index] = bucket.arrived[index] = True
-        elif segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros
+        elif segment.has_grad or self._stands_in(segment):
             self._retire(segment)
-            segment.span.unit.wait_for_step()
-            bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype, device="cpu"))
+            if segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros
+                segment.span.unit.wait_for_step()
+                bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype, device="cpu"))
             segment.is_cleared = True
-        elif self._stands_in(segment):
-            self._retire(segment)
-            segment.is_cleared = True
+            group, params = self._group_of(segment)
+            if not any(each.has_grad for each in group):  # all of the group is cleared, on every rank
+                for param in params:
+                    param.grad = None
         segment.show_grad()
         return True
+
+    def _group_of(self, segment: Segment) -> tuple[list[Segment], list[nn.Parameter]]:
+        """Return the segments and the parameters of the group that holds a segment."""
+        each = ((group, params) for b in self.engine.bindings for group, params in zip(b.segments, b.originals))
+        return next(((group, params) for group, params in each if segment in group), ([], []))
 
     def _retire(self, segment: Segment) -> None:
         grad = self._shown.pop(segment, None)
@@ -146,18 +153,12 @@ class GroupGradients(Observer):
         return group[:1] if any(place.span.bucket.present[place.index] for place in places) else []
 
     def _stands_in(self, segment: Segment) -> bool:
-        for binding in self.engine.bindings:
-            for group, params in zip(binding.segments, binding.originals):
-                if group and group[0] is segment:
-                    return segment in self._with_gradient(group, params)
-        return False
+        group, params = self._group_of(segment)
+        return segment in group[:1] and segment in self._with_gradient(group, params)
 
     def _power_sum(self, segments: list[Segment], order: float) -> Tensor:
         values = [each.span.bucket.read(each.here).reshape(-1) for each in segments if each.has_grad]
-        sums = [power_sum([each], order).to(self._device) for each in values]
-        if not sums:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(sums).max() if order == float("inf") else torch.stack(sums).sum()
+        return joined([power_sum([each], order).to(self._device) for each in values], order, self._device)
 
     @torch.no_grad()
     def norm(self, segment: Segment, order: float) -> Tensor:
@@ -169,7 +170,8 @@ class GroupGradients(Observer):
             groups = self._groups()
             powers = torch.stack([self._power_sum(group, order) for group in groups])
             norms = over_ranks(powers, order, self._wire, is_shared=self.is_shared)
-            self._norms = {each: torch.zeros_like(norms[0]) for group in groups for each in group}
+            nothing = torch.full_like(norms[0], float("inf") if order < 0 else 0.0)
+            self._norms = {each: nothing for group in groups for each in group}
             self._norms |= {group[0]: norm for group, norm in zip(groups, norms) if group}
             self._order = order
         return self._norms.pop(segment)
@@ -187,7 +189,7 @@ class GroupGradients(Observer):
         norms = []
         for _ in range(self._rounds.pop(0) if self.is_shared else 1):
             norms.append(over_ranks(local, order, self._wire, is_shared=self.is_shared))
-            local = torch.zeros_like(local)
+            local = joined([], order, self._device)
         return torch.linalg.vector_norm(torch.stack(norms), order)
 
     @torch.no_grad()

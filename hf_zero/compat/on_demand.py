@@ -7,8 +7,8 @@ that comes to the operation's output gathers it again. A collective, so all rank
 
 An operation whose result is a view (`p.T`, `p.data`, `p.numpy()`) keeps the unit gathered: until the next step where a graph is
 built, for autograd saves views without a trace; else until the next forward, step or end of a backward, or until the view is
-dropped and another unit is read. A view that outlives this, or `p.data` that outlives the forward in which it was read, keeps
-its values: the span gets another storage. The next forward or step raises then, for the view is old.
+dropped and another unit is read. A view that outlives this keeps its values: the span gets another storage. The next forward or
+step raises if the view was taken between passes, for it is old then.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class OnDemand(Observer):
 
     def attach(self, engine: Engine) -> None:
         self._schedule, self._wire = engine.schedule, engine.wire
-        self._usual = {span: span.references for unit in engine.units for span in unit.spans}
 
     def sharded_read(self, units: Sequence[Unit], func: Any, run: Callable[[], Any]) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -79,7 +78,7 @@ class OnDemand(Observer):
 
     def _keep(self, unit: Unit, views: Sequence[Tensor]) -> None:
         has_graph = any(view.requires_grad for view in views)
-        self._watch(unit, () if has_graph else views)
+        self._watch(unit, () if has_graph or backward_id() >= 0 else views)
         self._schedule.keep(unit, to_step=has_graph)
 
     def _watch(self, unit: Unit, views: Sequence[Tensor]) -> None:
@@ -88,20 +87,6 @@ class OnDemand(Observer):
             self._untracked.add(unit)
         if not unit.is_held:  # else ranks need not read alike, and cannot agree on what is left
             self._views.setdefault(unit, []).extend((_shown_by(view, unit), _weak(view)) for view in views)
-
-    def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
-        for tensor in found:  # a forward may return a part of its weight
-            if (
-                tensor._base is not None
-                and isinstance(tensor._base, nn.Parameter)
-                and place_of(tensor._base) is not None
-            ):
-                self._keep(unit, [tensor])
-
-    def data_read(self, param: nn.Parameter, values: Tensor) -> None:
-        place = place_of(param)
-        if place is not None and not place.span.stays and place.unit.is_shown:  # in a forward of the unit
-            self._watch(place.unit, [values])
 
     def data_assigned(self, param: nn.Parameter, values: Tensor) -> None:
         """Views that were taken before keep the former values, as in plain training. But not if one of them was assigned."""
@@ -133,7 +118,7 @@ class OnDemand(Observer):
         for span in unit.spans:
             # Memory that numpy has seen cannot be resized, also when the array is gone.
             is_fixed = not span.full.untyped_storage().resizable()
-            is_seen = is_untracked and span.references > self._usual[span]
+            is_seen = is_untracked and span.has_outside_views
             if not span.stays and (alive or is_fixed or is_seen):
                 span.leave_storage()
 

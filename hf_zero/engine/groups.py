@@ -7,7 +7,7 @@ segments are split where groups differ, and made where elements have none yet. S
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,8 +64,9 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindin
         ]
         changed = [each not in before or not before[each].is_current() for each in optimizers]
         held = [_held(each, bindings, names) for each in optimizers]
-        report.mine = ([(type(each).__name__, len(each.param_groups)) for each in optimizers], changed, held)
-    _check_alike([mine[0] for mine in report.everyone])
+        lines = [line for each, groups in zip(optimizers, held) for line in _lines(each, groups, each in before)]
+        report.mine = (lines, changed, held)
+    agree.same_lines([mine[0] for mine in report.everyone])
     originals: list[Groups] = []
     explicit = {
         source[1]
@@ -157,17 +158,18 @@ def _merged(ranks: Sequence[Held], bindings: Sequence[Binding], names: Names, ex
             out.append(param_of[source])
             continue
         number, at = source
-        out += [p for p in bindings[number].originals[at] if names[p][0] in present or not p.numel()]
+        out += [p for p in bindings[number].originals[at] if names[p][0] in present]
     return out
 
 
-def _check_alike(ranks: Sequence[Any]) -> None:
-    for rank, theirs in enumerate(ranks):
-        if theirs != ranks[0]:
-            raise RankMismatchError(
-                f"ranks differ in their optimizers: rank 0 has {ranks[0]}, rank {rank} has {theirs} (class, number of groups). "
-                "Build the same optimizers everywhere"
-            )
+def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[Held], is_bound: bool) -> Iterator[str]:
+    """What must be the same on every rank."""
+    name = type(optimizer).__name__
+    yield f"{name} with {len(groups)} groups"
+    for at, (sources, _) in enumerate(groups):
+        yield f"optimizer group {at} of {[source for kind, source in sources if kind == 'parameter']}"
+    if not is_bound:
+        yield f"{name} that has {'state' if optimizer.state else 'no state'}"
 
 
 def _check_once(optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], names: Names) -> None:

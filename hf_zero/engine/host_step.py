@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from ..comm.inflight import Inflight, Latch
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.pool import Storage
-from ..tiers.tier import Tier
+from ..tiers.tier import Meter, Tier
 from .context import Context
 from .optimizer import Binding
 from .parameter import set_raw_grad
@@ -61,7 +62,9 @@ class Stepper:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
         self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.spans)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
+        # The thread holds its initializer for life, and must not hold the engine.
+        begin = partial(_begin_thread, context.storage.meter)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=begin)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
         self._is_running = False  # maybe
@@ -71,9 +74,6 @@ class Stepper:
         if context.config.step_in_backward:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
-
-    def _begin_thread(self) -> None:
-        self._storage.meter.stepper_thread = threading.get_ident()
 
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Stepper:
             for land in step.arrivals:
                 land()
             for piece in step.pieces:
-                if isinstance(piece.span.master, OnDisk):
+                if isinstance(piece.span.master, OnDisk) and piece.segment.numel:
                     self._update_on_disk(step, piece)
                 else:
                     self._update_in_host(step, piece)
@@ -217,8 +217,12 @@ class Stepper:
         def memory(_: str, dtype: torch.dtype) -> Tensor:
             return self._storage.link.empty(segment.numel, dtype, travels=False)
 
-        master = cast(Tensor, piece.span.master)[segment.here]
-        grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
+        if segment.numel:
+            master = cast(Tensor, piece.span.master)[segment.here]
+            grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
+        else:
+            master = torch.empty(0, dtype=piece.span.master_dtype, device="cpu")
+            grad = None if piece.grad is None else torch.empty_like(master)
         entries = self._update(step, piece, segment.start, master, grad, piece.known, memory)
         self._keep_state(step, piece, entries)
 
@@ -246,8 +250,7 @@ class Stepper:
                 else:
                     kept[name] = value
             self._ring.write(slot, targets)
-        if segment.numel:
-            self._keep_state(step, piece, kept)
+        self._keep_state(step, piece, kept)
 
     @staticmethod
     def _home(piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
@@ -286,7 +289,7 @@ class Stepper:
         kernel = twin.kernels[group] if has_moments and grad is not None else None
         count = entries["step"] + 1 if kernel is not None else None
         out: dict[str, Any] = {name: entries[name] for name in names}
-        for low in range(0, numel, width):
+        for low in range(0, max(numel, 1), width):  # one block of nothing makes state, too
             here = slice(low, min(low + width, numel))
             values, part = master[here], None if grad is None else grad[here]
             if kernel is not None and count is not None and part is not None:
@@ -351,7 +354,7 @@ class Stepper:
     def _publish(self, span: Span, start: int, values: Tensor, after: Any) -> None:
         """New values of the master to what gathers read, if that is other memory."""
         home = span.published
-        if home is None:
+        if home is None or not values.numel():
             return
         target = home[start : start + values.numel()]
         if isinstance(target, Tensor) and target.device.type == "cpu":
@@ -384,6 +387,10 @@ class Stepper:
             without_error(move.close)
         self._leaving.clear()
         self._ring.abandon()
+
+
+def _begin_thread(meter: Meter) -> None:
+    meter.stepper_thread = threading.get_ident()
 
 
 def _on_disk(values: Values) -> OnDisk:

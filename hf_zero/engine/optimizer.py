@@ -39,7 +39,6 @@ class Binding:
         moves_all: its step changes parameters without a gradient, too.
         param_names: names that user code gave parameters in `group["param_names"]`.
         shares: spans that another optimizer has parameters of, too, with the indices of this one's.
-        idle: parameters without elements that had no gradient in the last step.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Binding:
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
         self._shown: list[list[int]] = []
         self.param_names: dict[nn.Parameter, str] = {}
-        self.idle: set[nn.Parameter] = set()
         for group, params in zip(optimizer.param_groups, originals):
             self.param_names |= dict(zip(params, group.get("param_names", ())))
 
@@ -104,12 +102,6 @@ class Binding:
                         entries[name] = value.clone()
                 before.copy_(values.reshape(-1))
                 segment.tensor.data = before.view(segment.tensor.shape)
-
-    def note_idle(self) -> None:
-        """The optimizer has stepped."""
-        for span in self.spans:
-            for index in span.without_elements:
-                (self.idle.discard if span.bucket.present[index] else self.idle.add)(span.params[index])
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
         found: dict[str, Any] = dict.get(self.optimizer.state, segment.tensor, {})

@@ -98,29 +98,7 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
                         f"optimizer state of {spec.name!r}: rank {rank} has {sorted({*shapes, *single})}, an earlier rank "
                         "has others or other step counts: not every rank has made the same steps"
                     )
-    out = {name: one for name, one in out.items() if one.arrays or one.scalars}
-    _add_empty(binding, out)
-    return out
-
-
-def _add_empty(binding: Binding, found: dict[str, ParameterState]) -> None:
-    """Parameters without elements are in no segment: they have the states that others of their group have.
-
-    But not without a gradient in the last step.
-    """
-    group_of, like = binding.group_of, dict[int, ParameterState]()
-    empty = []
-    for span in binding.spans:
-        for slot, param in zip(span.layout.slots, span.params):
-            state = found.get(slot.spec.name)
-            if state is not None:
-                like.setdefault(group_of[param], state)
-            elif not slot.spec.numel and param.requires_grad and param not in binding.idle:
-                empty.append((slot.spec, group_of.get(param)))
-    for spec, group in empty:
-        if group in like:
-            arrays = {name: (dtype, spec.shape) for name, (dtype, _) in like[group].arrays.items()}
-            found[spec.name] = ParameterState(spec.shape, arrays, like[group].scalars)
+    return {name: one for name, one in out.items() if one.arrays or one.scalars}
 
 
 def mark_of(state: ParameterState | None) -> object:
@@ -310,9 +288,9 @@ def new_room(segment: Segment, name: str, dtype: torch.dtype, shape: Sequence[in
     if isinstance(kept, (Tensor, OnDisk)) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
         return kept
     span, numel = segment.span, math.prod(shape)
-    if span.tier is Tier.DEVICE:
+    if segment.tier is Tier.DEVICE:
         return torch.empty(tuple(shape), dtype=dtype, device=span.device)
-    if span.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
+    if segment.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
         return span.state_on_disk(name, dtype)[segment.here]
     memory = span.context.storage_tier(Tier.HOST).empty(numel, dtype)
     return memory.view(tuple(shape)) if isinstance(memory, Tensor) else memory

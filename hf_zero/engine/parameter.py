@@ -89,10 +89,10 @@ def set_source(param: Tensor, source: Source | None) -> None:
 
 
 class Place:
-    """Where one parameter lies: its unit, its span, and its index there.
+    """Where one parameter lies: its span, and its index there. A graph that is kept holds parameters, and so no engine.
 
-    Every graph owns its parameters, unseen by the garbage collector. A module that keeps an activation must not keep the
-    engine.
+    Raises:
+        StateError: (on reading `span` or `unit`) the engine is gone.
     """
 
     __slots__ = ("_span", "index")
@@ -102,14 +102,10 @@ class Place:
 
     @property
     def span(self) -> Span:
-        """
-        Raises:
-            StateError: the engine is gone.
-        """
-        span = self._span()
-        if span is None:
-            raise StateError("the model of this parameter, and its engine, are gone. Keep a reference to the model")
-        return span
+        found = self._span()
+        if found is None:
+            raise StateError("a sharded parameter was used, and its engine is gone: keep a reference to the model")
+        return found
 
     @property
     def unit(self) -> Unit:

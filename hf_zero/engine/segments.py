@@ -124,6 +124,12 @@ class Segment:
         return slice(self.start, self.stop)
 
     @property
+    def tier(self) -> Tier:
+        """Where its state is stored. What has no elements is never on disk."""
+        is_in_host = not self.numel and self.span.tier is Tier.DISK
+        return Tier.HOST if is_in_host else self.span.tier
+
+    @property
     def is_matrix(self) -> bool:
         """The segment is one parameter of true shape."""
         return bool(self.members) and self.span.layout.is_whole
@@ -240,7 +246,9 @@ def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]
             found.append(Segment(span, part.start, part.stop, [index]))
     if found and not found[-1].is_matrix and span.layout.used_numel < span.layout.numel:
         _take_padding(found[-1])
-    return found
+    # Every rank has those without elements: they have gradients and state like any other.
+    empty = [index for index, slot in enumerate(span.layout.slots) if not slot.spec.numel and groups[index] is not None]
+    return [*(Segment(span, 0, 0, [index]) for index in empty), *found]
 
 
 def _take_padding(segment: Segment) -> None:

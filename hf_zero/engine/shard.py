@@ -27,7 +27,7 @@ from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .build import build_units, device_of, layout_for, move_buffers, specs_of
 from .context import Context
-from .engine import Engine
+from .engine import Engine, engine_of
 from .groups import bind, originals_of
 from .observer import Events, Observer
 from .optimizer_kinds import kind_of, state_tensors
@@ -90,8 +90,7 @@ def shard(
         wire.start(config.stall_s)
     # What one rank refuses, every rank refuses, before anything has changed.
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
-        if any(place_of(param) is not None for param in model.parameters()):
-            raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        _check_free(model)
         for observer in observers:
             observer.check(model, optimizers)
         config.check_world_size(wire.size)
@@ -135,6 +134,31 @@ def shard(
             build_units(context, drafter, specs, made.placements)
     move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
+
+
+def _check_free(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: an engine has the model or a part of it; parameters are inference tensors, or masters would be.
+    """
+    if engine_of(model) is not None:
+        raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "zero.shard was called inside torch.inference_mode(), whose tensors cannot train. Call it outside"
+        )
+    for name, param in model.named_parameters():
+        place = place_of(param)
+        if place is not None:
+            raise ConfigError(
+                f"parameter {name!r} belongs to a sharded {type(place.unit.context.model).__name__} already. Shard one module "
+                "that holds everything, copy the part first (copy.deepcopy), or call detach() on that engine"
+            )
+        if not torch.nn.parameter.is_lazy(param) and param.is_inference():
+            raise ConfigError(
+                f"parameter {name!r} was created inside torch.inference_mode(), whose tensors cannot train. Build the model "
+                "outside of it, under torch.no_grad() where no graph is wanted"
+            )
 
 
 def _free_now(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from ..comm.wire import SoloWire
@@ -21,21 +21,28 @@ if TYPE_CHECKING:
 
 _MASK_BITS = 30
 """Uses of one unit that the ranks tell apart; further ones count as reachable."""
-_HIGHEST = (1 << 31) - 1
+HIGHEST = (1 << 31) - 1
 """What one number of an agreement can be."""
 
 
 class Use:
     """One forward of one unit."""
 
-    __slots__ = ("__weakref__", "closed", "is_done", "is_entered", "is_listed", "opened", "token", "unit")
+    __slots__ = ("__weakref__", "_unit", "closed", "is_done", "is_entered", "is_listed", "opened", "reads", "token")
 
-    def __init__(self, unit: Unit, opened: int) -> None:
-        self.unit, self.opened, self.closed = unit, opened, opened
+    def __init__(self, unit: Unit, opened: int, *, reads: bool = True) -> None:
+        self._unit, self.opened, self.closed = weakref.ref(unit), opened, opened  # a graph that is kept holds no engine
+        self.reads = reads
+        """A backward of it needs the values. That of an embedding does not."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
         self.is_entered = self.is_done = False
+
+    @property
+    def unit(self) -> Unit:
+        """The unit, of an engine that exists."""
+        return cast("Unit", self._unit())
 
     @property
     def is_reachable(self) -> bool:
@@ -43,9 +50,12 @@ class Use:
 
 
 class Token:
-    """What hooks on the graph own. It refers to nothing: a module that keeps an activation must not keep its engine."""
+    """What hooks on the graph own of a use."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "use")
+
+    def __init__(self, use: Use) -> None:
+        self.use = use
 
 
 class Tape:
@@ -54,11 +64,10 @@ class Tape:
     def __init__(self) -> None:
         self.uses: list[Use] = []
         self.clock = 0
-        self.by_token: weakref.WeakKeyDictionary[Token, Use] = weakref.WeakKeyDictionary()
 
-    def open(self, unit: Unit) -> Use:
+    def open(self, unit: Unit, *, reads: bool) -> Use:
         self.clock += 1
-        use = Use(unit, self.clock)
+        use = Use(unit, self.clock, reads=reads)
         self.uses.append(use)
         return use
 
@@ -66,14 +75,8 @@ class Tape:
         """The forward has ended. Returns what the hooks of its graph must own."""
         self.clock += 1
         use.closed = self.clock
-        token = self.token_of(use)
+        token = Token(use)
         use.token = weakref.ref(token)
-        return token
-
-    def token_of(self, use: Use) -> Token:
-        """Return what the hooks of its graph must own, of a use that is not on the tape."""
-        token = Token()
-        self.by_token[token] = use
         return token
 
     def clear(self) -> None:
@@ -104,7 +107,7 @@ class Tape:
             A function that marks the uses of this tape (`is_listed`) and returns the units to reduce, in order.
         """
         begin = self._agree_on_uses if each_use else self._agree_on_units
-        return begin(wire, units, [mark, _HIGHEST - mark], refuse)
+        return begin(wire, units, [mark, HIGHEST - mark], refuse)
 
     def _agree_on_units(
         self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
@@ -118,7 +121,7 @@ class Tape:
 
         def units_in_order() -> list[Unit]:
             agreed = answer()
-            if agreed.pop() != _HIGHEST - agreed.pop():
+            if agreed.pop() != HIGHEST - agreed.pop():
                 refuse()
             order = sorted((index for index, at in enumerate(agreed) if at), key=lambda index: (-agreed[index], -index))
             return [units[index] for index in order]
@@ -142,7 +145,7 @@ class Tape:
 
         def units_in_order() -> list[Unit]:
             found = answer()
-            if found.pop() != _HIGHEST - found.pop():
+            if found.pop() != HIGHEST - found.pop():
                 refuse()
             agreed = found[: len(units)]
             if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):

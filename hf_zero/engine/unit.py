@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -229,9 +230,10 @@ class Unit:
             event(self)
 
     def _finish_reduce(self) -> None:
-        reduces, self._reduces = self._reduces, []
-        for span, transfer, mean, _ in reduces:
+        while self._reduces:
+            span, transfer, mean, source = self._reduces.pop(0)
             transfer.close()  # before the buffer goes: the other ranks read it
+            del transfer, source  # before `add`, which may wait for a disk
             span.bucket.add(mean)
 
     @torch.no_grad()
@@ -253,8 +255,18 @@ class Unit:
         if torch.is_grad_enabled():  # in a forward, or in a backward that builds a graph of itself
             with torch.no_grad():
                 self._run(action, name)
-        elif profiler._is_profiler_enabled:
-            with profiler.record_function(f"hf_zero::{name} {self.name}"):
-                action()
-        else:
+            return
+        named = self.named(name)
+        try:
             action()
+        finally:
+            if named is not None:
+                named.__exit__(None, None, None)
+
+    def named(self, what: str) -> AbstractContextManager[object] | None:
+        """Begin a range of a profiler's trace, which the caller ends; None where no profiler runs."""
+        if not profiler._is_profiler_enabled:
+            return None
+        entered: AbstractContextManager[object] = profiler.record_function(f"hf_zero::{what} {self.name}")
+        entered.__enter__()
+        return entered

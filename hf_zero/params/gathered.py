@@ -20,6 +20,7 @@ from ..engine.parameter import Place, place_of
 from ..engine.span import Span
 from ..engine.unit import Unit
 from ..engine.unsharded import Hold
+from ..engine.written import carry
 from ..errors import ConfigError, StateError
 from ..tiers.fingerprint import fingerprint
 from .deferred import Deferred, deferred_of
@@ -187,10 +188,13 @@ class _Sharded(_Group):
 
     def gather(self) -> None:
         units = list(dict.fromkeys(place.unit for place in self._places))
-        self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
+        for span in [span for unit in units for span in unit.spans]:
+            for event in self._context.events.master_read:
+                event(span)
         self._apart = [unit for unit in units if not unit.is_apart]
         for unit in self._apart:
             unit.is_apart = True
+        self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
 
     def full(self, number: int) -> Tensor:
         place = self._places[number]
@@ -202,9 +206,8 @@ class _Sharded(_Group):
 
     def keep(self, number: int, values: Tensor) -> None:
         span, index = self._places[number].span, self._places[number].index
-        part = span.part_of(index)
-        if part is not None:
-            span.write(part.start, values.view(-1)[part.there].to(span.master_dtype))
+        carry(span, index, values.view(-1))
+        span.view(index).copy_(values)  # of a unit that an outer context has gathered
         self._kept.setdefault(span, []).append(index)
 
     def end(self) -> None:
