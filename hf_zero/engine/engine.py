@@ -257,8 +257,7 @@ class Engine:
         Args:
             set_to_none: False: gradients that exist become zeros.
         """
-        self.schedule.recover()
-        self.schedule.lost = None
+        self.schedule.forget_gradients()
         if not set_to_none:
             self.wait_for_steps()
         chosen = [each for each in self.bindings if optimizer is None or each.optimizer is optimizer]
