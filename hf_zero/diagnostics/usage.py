@@ -158,7 +158,7 @@ class Usage:
         if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
             sent["reduce"] += across.bytes
             wait_s["reduce"] += across.wait_s
-        return Counters(self._peak(), sent, wait_s, (), process_bytes(self._engine))
+        return Counters(self._peak(), sent, wait_s, process_bytes(self._engine))
 
     def _peak(self) -> Table:
         """What is stored now, and with it the highest of all that came and went."""
@@ -229,6 +229,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         context.device.type == "cpu",
         sizes=context.storage.sizes,
         wire=context.config.wire,
+        kept=context.kept,
     )
     given = context.layout, context.plan.placements, setup
     return memory_of(*given), Traffic.of(work_in_total(*given), *given)
