@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,8 +111,6 @@ class SavedTensors(Observer):
     def before_forward(self, args: Any, kwargs: Any) -> None:
         while self._on:  # Ctrl-C ended a forward
             self._pop()
-        while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None and _is_left(top[0]):
-            _hooks._pop_saved_tensors_default_hooks()
 
     def after_backward(self) -> None:
         self._left = max(0, self._left - 1)
@@ -123,6 +120,9 @@ class SavedTensors(Observer):
         if not _hooks._saved_tensors_hooks_is_enabled():  # inside torch.func
             return None
         outer = _hooks._top_saved_tensors_default_hooks(True)
+        while outer is not None and _is_left(outer[0]):
+            _hooks._pop_saved_tensors_default_hooks()
+            outer = _hooks._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # it recomputes what is saved, by forwards that have hooks on their outputs
         for span in unit.spans:
@@ -167,18 +167,18 @@ class SavedTensors(Observer):
     def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         """User code's hooks (`save_on_cpu`) get all tensors but those in a unit's memory."""
 
-        return partial(self._pack_around, pack), partial(self._unpack_around, unpack)
+        def packed(tensor: Tensor) -> Any:
+            return self._pack(tensor) if self._span_of(_memory(tensor)) is not None else (pack(tensor),)
 
-    def _pack_around(self, pack: Pack, tensor: Tensor) -> Any:
-        return self._pack(tensor) if self._span_of(_memory(tensor)) is not None else (pack(tensor),)
+        def unpacked(saved: Any) -> Tensor:
+            return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
 
-    def _unpack_around(self, unpack: Unpack, saved: Any) -> Tensor:
-        return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
+        return packed, unpacked
 
 
-def _is_left(pack: Any) -> bool:
-    """A forward that Ctrl-C ended has left this hook, and its model is gone."""
-    owner = getattr(getattr(pack, "func", pack), "__self__", None)
+def _is_left(pack: Pack) -> bool:
+    """Whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
+    owner = getattr(pack, "__self__", None)
     return isinstance(owner, SavedTensors) and owner._schedule() is None
 
 

@@ -43,12 +43,7 @@ class Bound:
         self._marks = self._current_marks()
         self._read: dict[Segment, int] = {}
         """Segments whose `data` was read since the last step, with samples of their values."""
-        self._uncleared: set[torch.optim.Optimizer] = set()
-        """Optimizers whose gradients a backward made since their last `zero_grad`. The same on every rank."""
-        self._lost: set[torch.optim.Optimizer] = set()
-        """Optimizers whose gradients a backward that raised took with it."""
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
-        self._context.events.after_backward.append(self._backward_ended)
         self._context.events.segment_data_read.append(self._data_read)
 
     def detach(self) -> None:
@@ -152,38 +147,6 @@ class Bound:
         self._engine.finish_step()
         load_state_dict(self.get(optimizer), self._context.wire, state)
 
-    # Gradients --------------------------------------------------------------------------------------------------------
-
-    def _backward_ended(self) -> None:
-        self._lost &= self._uncleared  # a first backward of a step that raised lost nothing but its own
-        self._uncleared.update(binding.optimizer for binding in self.bindings)
-
-    def lose_gradients(self) -> None:
-        """A backward raised: all gradients are gone."""
-        self._lost.update(binding.optimizer for binding in self.bindings)
-
-    def gradients_cleared(self, bindings: Sequence[Binding]) -> None:
-        """After `zero_grad` of these optimizers."""
-        for binding in bindings:
-            self._lost.discard(binding.optimizer)
-            self._uncleared.discard(binding.optimizer)
-
-    def refuse_lost(self, what: str, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """
-        Args:
-            optimizer: whose gradients are needed; None: of all.
-
-        Raises:
-            StateError: a part of them is gone.
-        """
-        if self._lost and (optimizer is None or optimizer in self._lost):
-            self._context.check()
-            earlier = ", and those of earlier backwards of the step with them" if self._uncleared else ""
-            raise StateError(
-                f"{what}: a backward of this step raised: its gradients are gone{earlier}. Call zero_grad() and repeat "
-                "the step"
-            )
-
     # Steps, as `step.Work` --------------------------------------------------------------------------------------------
 
     def runs_closure_first(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -192,7 +155,8 @@ class Bound:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         engine = self._engine
         binding = self.get(optimizer, "step()")
-        engine.schedule.recover()
+        if engine.schedule.in_backward:
+            engine.schedule.recover()
         if engine.schedule.in_backward:
             raise StateError(
                 "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
@@ -202,7 +166,6 @@ class Bound:
         self._context.wire.watch.phase = "optimizer.step()"
         binding.guard_state(engine.wait_for_steps)
         self.follow_groups()
-        self.refuse_lost("optimizer.step()", optimizer)
         engine.schedule.flush()
         for event in engine.events.before_step:
             event(optimizer)

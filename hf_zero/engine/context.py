@@ -157,7 +157,8 @@ class Context:
         """
         if not self.storage.uses_disk:
             if half_done:
-                self.check()  # an earlier unit's update has failed: its error was raised
+                if self.failure is not None:
+                    self.check()  # the first failure is the reason of the later ones
                 self.failure = f"{type(error).__name__}: {error}"
             raise error
         known = error if isinstance(error, ZeroError) else TierError(f"{type(error).__name__}: {error}")

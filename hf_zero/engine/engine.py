@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, context: Context, bindings: list[Binding]) -> None:
         self.context, self.bindings = context, bindings
         self.model, self.units, self._wire, self.events = context.model, context.units, context.wire, context.events
-        self.schedule = Schedule(context, self._after_sync, self._backward_broke_off)
+        self.schedule = Schedule(context, self._after_sync)
         self.saves = Saves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
@@ -125,9 +125,6 @@ class Engine:
     def _after_sync(self) -> None:
         self._bound.follow_groups()
         self._presence.agree()
-
-    def _backward_broke_off(self) -> None:
-        self._bound.lose_gradients()
 
     def fit_segments(self, span: Span) -> None:
         """After a change of `bucket.present`, the same on every rank: optimizers see which parameters have a gradient."""
@@ -258,11 +255,10 @@ class Engine:
         Args:
             set_to_none: False: gradients that exist become zeros.
         """
-        self.schedule.recover()
+        self.schedule.forget_gradients()
         if not set_to_none:
             self.wait_for_steps()
         chosen = [each for each in self.bindings if optimizer is None or each.optimizer is optimizer]
-        self._bound.gradients_cleared(chosen)
         for binding in chosen if set_to_none else ():
             for group in binding.segments:
                 for segment in group:
@@ -335,8 +331,6 @@ class Engine:
             )
         if self.context.away:
             self.context.check()
-        self.schedule.recover()
-        self._bound.refuse_lost(what)
         self.schedule.flush()
         self.wait_for_steps()
         for event in self.events.before_gradients:

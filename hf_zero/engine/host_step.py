@@ -192,7 +192,7 @@ class Stepper:
     def _run(self, step: UnitStep) -> None:
         try:
             if self._broken is not None:
-                raise self._broken
+                raise StateError("an earlier unit's update failed") from self._broken
             for land in step.arrivals:
                 land()
             for piece in step.pieces:
