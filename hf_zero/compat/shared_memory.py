@@ -53,8 +53,8 @@ class SharedMemory(Observer):
 
 
 def _memory_of(name: str, param: nn.Parameter) -> Iterator[_Memory]:
-    if source_of(param) is not None:
-        return  # its values are in parts on the ranks
+    if source_of(param) is not None or nn.parameter.is_lazy(param):
+        return  # its values are in parts on the ranks, or it has none yet
     values = param.detach()
     if not values.numel() or values.is_meta or values.layout != torch.strided:
         return

@@ -205,14 +205,18 @@ class Bucket:
         """Where `grad` is stored."""
         return Tier.HOST if self._storage.transient and self.span.tier is Tier.DISK else self.span.tier
 
+    def _home_of_grad(self) -> Values:
+        if self._home is None:
+            self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
+        return self._home
+
     def _send(self, mean: Tensor) -> None:
         """Start to move a reduced gradient off the device. Two of all buckets are under way at most."""
         self.land()
-        if self._home is None:
-            self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
+        home = self._home_of_grad()
         self._fold()
-        self._arrival = Arrival(self._storage, mean, self._home, adds=self.grad is not None)
-        self.grad = self._home
+        self._arrival = Arrival(self._storage, mean, home, adds=self.grad is not None)
+        self.grad = home
         self._storage.land(self)
 
     def advance(self) -> None:
@@ -282,8 +286,7 @@ class Bucket:
             if self.tier is Tier.DEVICE:
                 self.grad = torch.zeros(numel, dtype=dtype, device=self.span.device)
             else:
-                self._home = self._home or self.span.context.storage_tier(self.tier).empty(numel, dtype)
-                self.grad = self._home.zero_()
+                self.grad = self._home_of_grad().zero_()
             self.count_grad()
         self._fold()
         target = self.grad[part]

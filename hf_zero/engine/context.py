@@ -109,7 +109,11 @@ class Context:
             )
 
     def free_bytes(self) -> int:
-        """Device memory that this rank may still take. A collective."""
+        """Device memory that this rank may still take: of the budget, where there is one. A collective."""
+        budget, now = self.config.device_memory, self.storage.ledger.device.now
+        if budget is not None:
+            temporary = sum(nbytes for kind, nbytes in now.items() if kind != "gradients")  # the plan stores these
+            return int(budget) - self.plan.memory.at_rest(Tier.DEVICE) - temporary
         if self.device.type == "cuda":
             return free_device_bytes(self.device)
         return free_host_bytes(self.wire.ranks_here())

@@ -74,10 +74,11 @@ class Hold:
             span.full_bytes for unit in self.units for span in unit.spans if not span.stays and span not in others
         )
         if needed > free:
+            budget = "" if self._context.config.device_memory is None else " of its device_memory"
             raise OutOfMemoryError(
                 f"{what}: full parameters take {size_text(needed)} of {self._context.device}, {size_text(needed - free)} more "
-                "than is free. Pass in_compute_dtype=True under bf16 or fp16, offload optimizer state, or gather some "
-                "parameters by zero.GatheredParameters"
+                f"than is free on rank {self._context.wire.rank}{budget}. Pass in_compute_dtype=True under bf16 or fp16, "
+                "offload optimizer state, or gather some parameters by zero.GatheredParameters"
             )
 
     def _gather(self, fresh: set[Span]) -> None:
