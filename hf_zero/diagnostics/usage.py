@@ -14,17 +14,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.precision import dtype_name
 from ..engine.engine import Engine
 from ..engine.optimizer_kinds import state_tensors
 from ..engine.span import Span
-from ..plan.costs import KINDS, TIERS, Memory, Setup
+from ..plan.costs import KINDS, TIERS, Memory
 from ..plan.machine import here
 from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
@@ -219,16 +219,14 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         backward_per_step: micro-batches that a step is seen to have.
     """
     context = engine.context
-    setup = Setup(
-        context.policy,
-        context.wire.size,
-        dtype_name(context.precision.reduce_dtype),
-        state_tensors(engine.optimizers),
-        max(1, backward_per_step),
-        context.config.step_in_backward,
-        context.device.type == "cpu",
-        sizes=context.storage.sizes,
-        wire=context.config.wire,
+    setup = replace(
+        context.plan.inputs.setup,
+        policy=context.policy,
+        is_cpu=context.device.type == "cpu",
+        optimizer_tensors=state_tensors(engine.optimizers),
+        backward_per_step=max(1, backward_per_step),
+        defers=engine.schedule.puts_off,
+        kept=context.kept,
     )
     given = context.layout, context.plan.placements, setup
     return memory_of(*given), Traffic.of(work_in_total(*given), *given)

@@ -47,6 +47,7 @@ class Schedule:
     Attributes:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
+        puts_off: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
         lost: why gradients of this step are gone; None if they are not.
     """
 
@@ -55,7 +56,7 @@ class Schedule:
         self.frees, self._wire, self._after_sync = context.frees, context.wire, after_sync
         self.tape = Tape()
         self.sync = True
-        self.defers = False
+        self.defers = self.puts_off = False
         self.lost: str | None = None
         self.in_backward = False
         self._task = -1
@@ -435,6 +436,8 @@ class Schedule:
         self._finish()
 
     def _finish(self) -> None:
+        if not self.sync:
+            self.puts_off = self.defers
         if self.sends:
             self._reduce_ready(all_=True)
             while self._reducing:
