@@ -170,7 +170,7 @@ class Schedule:
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
-            if not self._running[tail.index]:
+            if not self._running[tail.index] and self._following(unit, len(self._order) + 1) is not tail:
                 tail.release()
         self._running[unit.index] += 1
         if unit.state is not State.GATHERED:
@@ -196,11 +196,19 @@ class Schedule:
         named = unit.named("forward")
         calls.append((use, next_sequence_number(), named))
 
+    def _following(self, unit: Unit, uses: int) -> Unit | None:
+        """The unit that was used after this one in the last forward, as long as this forward is like it.
+
+        Args:
+            uses: of this forward so far, the unit's own among them.
+        """
+        last = self._last_order
+        return last[uses] if self._depth and 0 < uses < len(last) and last[uses - 1] is unit else None
+
     def _prefetch(self, unit: Unit) -> None:
-        """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
-        at = len(self._order)
-        if self._depth and at + 1 < len(self._last_order) and self._last_order[at] is unit:
-            self._last_order[at + 1].gather()
+        following = self._following(unit, len(self._order) + 1)
+        if following is not None:
+            following.gather()
 
     def _post_forward(self, unit: Unit, calls: Calls, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.end_use(unit, calls, output, (args, kwargs))
@@ -234,7 +242,10 @@ class Schedule:
         if not in_backward:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
             if not (unit.index in self.context.kept and self._keeps_units):
-                self._tail = unit
+                inner, self._tail = self._tail, unit
+                if inner is not None and inner is not unit and not self._running[inner.index]:
+                    if self._following(inner, len(self._order)) is not inner:
+                        inner.release()  # the last one inside this call
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
 
@@ -373,8 +384,8 @@ class Schedule:
             self._release_unless_entered(unit)
 
     def _release_unless_entered(self, unit: Unit) -> None:
-        for each in self._entered:
-            if each.unit is unit:
+        for each in (*self._entered, *self._walk[self._walked : self._walked + 1]):
+            if each.unit is unit and each.reads:
                 return
         unit.release()
 
