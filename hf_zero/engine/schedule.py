@@ -243,9 +243,9 @@ class Schedule:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
             if not (unit.index in self.context.kept and self._keeps_units):
                 inner, self._tail = self._tail, unit
-                if inner is not None and inner is not unit and not self._running[inner.index]:
-                    if self._following(inner, len(self._order)) is not inner:
-                        inner.release()  # the last one inside this call
+                is_over = inner is not None and inner is not unit and not self._running[inner.index]
+                if inner is not None and is_over and self._following(inner, len(self._order)) is not inner:
+                    inner.release()  # the last one inside this call
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
 
