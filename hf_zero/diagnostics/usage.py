@@ -45,13 +45,19 @@ class _Tally:
         self._device = device
         self._seen: set[int] = set()
 
-    def add(self, values: Any, tier: Tier, kind: str) -> None:
-        """Count a tensor or values on disk. Tensors that are not on the device count as the host's."""
+    def add(self, values: Any, tier: Tier, kind: str, *, padding: str = "") -> None:
+        """Count a tensor or values on disk. Tensors that are not on the device count as the host's.
+
+        Args:
+            padding: what the padding on disk counts as; empty: as the rest.
+        """
         if isinstance(values, OnDisk):
             source = values.source
             if id(source) not in self._seen:
                 self._seen.add(id(source))
-                self.table[Tier.DISK.value][kind] += padded(source.numel * source.dtype.itemsize)
+                nbytes = source.numel * source.dtype.itemsize
+                self.table[Tier.DISK.value][kind] += nbytes
+                self.table[Tier.DISK.value][padding or kind] += padded(nbytes) - nbytes
             return
         if not isinstance(values, Tensor):
             return
@@ -83,7 +89,8 @@ def _add_parameters(tally: _Tally, span: Span) -> None:
     if span.stays:
         tally.add(span.full, Tier.DEVICE, "parameters")
     elif span.copy is not None:
-        tally.add(span.copy, span.copy_tier, "parameters")
+        padding = "optimizer" if span.copy is span.master else ""
+        tally.add(span.copy, span.copy_tier, "parameters", padding=padding)
     reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
     tally.add(span.master, span.tier, "parameters" if reads_master else "optimizer")
 

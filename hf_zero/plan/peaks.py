@@ -240,10 +240,7 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
 
 
 def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
-    """The copy of fresh gradients that is sent; 0 where they are sent as they are, or are copied to where they rest."""
-    compute = itemsize(span.spec.compute_dtype)
-    if setup.world_size == 1:
-        return 0 if placement.numel(Tier.DEVICE) == span.slice_numel else span.numel * compute
+    """The copy of fresh gradients that is sent; 0 where they are sent as they are."""
     if setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup):
         return 0
     return span.numel * itemsize(wire_dtype(span, setup))
@@ -251,8 +248,8 @@ def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
 
 def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
     """Buffers for gradients on their way to host memory or disk, by shard below the device; none where they land where they
-    rest."""
-    arriving = itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    rest, and for those alone to which others are added where the device is the host."""
+    arriving = 0 if setup.is_cpu else itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
     below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
     steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
     adds = setup.backward_per_step > 1 and not setup.reduces_once

@@ -225,7 +225,8 @@ def leaking(rank: int, world: int) -> tuple[int, int, int, int]:
     memory, _ = usage.predicted(engine)
     now, planned = usage.measure(engine)["device"]["gathered"], memory.peak[usage.Tier.DEVICE]["gathered"]
     highest = recorder.peak["device"]["gathered"]
-    return now - sum(each.gathered_bytes for each in kept), highest, planned, max(each.gathered_bytes for each in kept)
+    full = [sum(span.full_bytes for span in each.spans) for each in kept]
+    return now - sum(full), highest, planned, max(full)
 
 
 def test_units_that_are_never_released_are_seen(two) -> None:
