@@ -27,7 +27,7 @@ class RankMismatchError(ZeroError, RuntimeError):
 
 
 class NumericsError(ZeroError, ArithmeticError):
-    """Wrong numbers, found by `debug=True`: not finite, or other than plain training's. Raised on every rank."""
+    """A value that is not finite, found by `debug=True`. Raised on every rank."""
 
 
 class StallError(ZeroError, RuntimeError):

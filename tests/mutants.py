@@ -395,10 +395,10 @@ MUTANTS = (
     ),
     Mutant(
         "parameters of two groups share one segment",
-        "engine/groups.py",
-        "        for part in binding.parts(segment, where.__getitem__):",
-        "        for part in [segment]:",
-        program("group or optimizers"),
+        "engine/segments.py",
+        "            and groups[last.members[-1]] == groups[index]",
+        "            and groups[last.members[-1]] is not None",
+        program("groups"),
     ),
 )
 

@@ -398,9 +398,9 @@ def test_nothing_is_dead() -> None:
 
 SYSTEM_ONLY = ROOT / "tests" / "kit" / "injection.py"
 """Answers in place of the system's calls: a full disk, a `kill -9` between two of them."""
-OF_OTHERS = {"_load_from_checkpoint", "_dataloaders"}
+OF_OTHERS = {"_load_from_checkpoint", "_dataloaders", "_cdata"}
 """Where the stock Trainer lets a subclass in, and the only way to weights of a checkpoint without training; what an Accelerator
-has prepared, which it only forgets together with the model."""
+has prepared, which it only forgets together with the model; the address of a torch storage."""
 
 
 def private(name: str) -> bool:

@@ -249,7 +249,6 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "slowest": [{"step": s["step"], "seconds": s["seconds"], "most": _largest_part(s)} for s in slowest],
         "ranks": [_rank_row(each) for each in runs],
         "notes": notes,
-        "moves": [f"rank {r.rank}, {move}" for r in runs for step in r.steps for move in step.get("moves", ())],
     }
     out["warnings"] = list(_warnings(out))
     out["verdict"] = [{"topic": topic, "ok": ok, "text": text} for topic, ok, text in _verdict(out)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..engine.engine import Engine
 from ..engine.observer import Observer
-from ..engine.parameter import place_of, set_raw_data
+from ..engine.parameter import place_of
 from ..engine.unit import State, Unit
 
 
@@ -26,41 +26,43 @@ class OtherDtype(Observer):
         self._dtype: torch.dtype | None = None
 
     def unit_unsharded(self, unit: Unit) -> None:
-        if self._dtype is not None:
-            self._show(unit, self._dtype)
+        if not unit.is_apart:  # `GatheredParameters` shows exact values
+            self._show(unit)
 
-    def unit_resharded(self, unit: Unit) -> None:
-        if self._dtype is not None:
-            self._show(unit, None)
-
-    @staticmethod
-    def _show(unit: Unit, dtype: torch.dtype | None) -> None:
+    def _show(self, unit: Unit) -> None:
+        if self._dtype is None:
+            return
         for span in unit.spans:
-            for param, view in zip(span.params, span.views):
-                is_cast = dtype is not None and view.is_floating_point()
-                set_raw_data(param, view.to(dtype) if is_cast else view)
+            if span.full.is_floating_point() and span.full.dtype != self._dtype:
+                if unit.state is State.GATHERED:
+                    span.show(self._dtype, "evaluation", masters=False)
+                else:
+                    span.show_released(self._dtype)
 
     @contextmanager
     def shown_in(self, dtype: torch.dtype) -> Iterator[None]:
         """Inside, the model is as after `model.to(dtype)`, for forwards without a graph. On every rank."""
-        self._engine.quiesce()
+        engine, before = self._engine, self._dtype
+        engine.quiesce()
         self._dtype = dtype
-        for unit in self._engine.units:
-            unit.is_apart = True
-            if unit.state is State.GATHERED:
-                self._show(unit, dtype)
+        hidden = {span: span.hidden for unit in engine.units for span in unit.spans}
         try:
-            with cast(self._engine.model, dtype):
+            for unit in engine.units:
+                self._show(unit)
+            with cast(engine.model, dtype):
                 yield
         finally:
+            self._dtype = before
             try:
-                self._engine.schedule.quiesce()
+                engine.schedule.quiesce()
+                for event in engine.events.before_save:  # what was written goes into the masters
+                    event()
             finally:
-                self._dtype = None
-                for unit in self._engine.units:
-                    unit.is_apart = False
-                    if unit.state is State.GATHERED:
-                        self._show(unit, None)
+                for span, number in hidden.items():
+                    span.show_usual(range(len(span.params)), number)
+                for unit in engine.units:
+                    for event in engine.events.writes_dropped:
+                        event(unit)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def _set_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
 
 def _set_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     old = module._modules.get(name)
-    if old is None or old is submodule:
+    if old is None or any(each is submodule for each in old.modules()):  # PEFT unwraps a layer: nothing takes its place
         return
     kept = set() if submodule is None else set(submodule.parameters())
     for param in old.parameters():

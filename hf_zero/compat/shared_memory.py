@@ -53,8 +53,10 @@ class SharedMemory(Observer):
 
 
 def _memory_of(name: str, param: nn.Parameter) -> Iterator[_Memory]:
+    if source_of(param) is not None:
+        return  # its values are in parts on the ranks
     values = param.detach()
-    if source_of(param) is not None or not values.numel() or values.is_meta or values.layout != torch.strided:
+    if not values.numel() or values.is_meta or values.layout != torch.strided:
         return
     size = values.element_size()
     extent = 1 + sum((count - 1) * stride for count, stride in zip(values.shape, values.stride()))

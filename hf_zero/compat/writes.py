@@ -195,9 +195,9 @@ class Writes(Observer):
             for name in dict.fromkeys([*everyone[0], *theirs]):
                 if theirs.get(name) != everyone[0].get(name):
                     raise RankMismatchError(
-                        f"parameter {name!r} is not on rank {rank} what it is on rank 0: user code wrote other values, or "
-                        "wrote it on some ranks only, since the last backward. Make the same edit on every rank: seed alike, "
-                        "or broadcast the values"
+                        f"ranks differ in step {self._context.wire.watch.step}: parameter {name!r} is not on rank {rank} what "
+                        "it is on rank 0: user code wrote other values, or wrote it on some ranks only, since the last "
+                        "backward. Make the same edit on every rank: seed alike, or broadcast the values"
                     )
 
 

@@ -165,7 +165,7 @@ class Usage:
         if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
             sent["reduce"] += across.bytes
             wait_s["reduce"] += across.wait_s
-        return Counters(self._peak(), sent, wait_s, (), process_bytes(self._engine))
+        return Counters(self._peak(), sent, wait_s, process_bytes(self._engine))
 
     def _peak(self) -> Table:
         """What is stored now, and with it the highest of all that came and went."""

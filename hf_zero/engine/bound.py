@@ -197,6 +197,7 @@ class Bound:
         if not self._context.frees:
             self._context.raise_failures("optimizer.step()")
         self._context.wire.watch.step += 1
+        self._context.wire.watch.phase = "what follows the step"
         engine.schedule.stepped()
         self._marks = self._current_marks()
         self._read.clear()
@@ -204,6 +205,7 @@ class Bound:
             event(optimizer)
 
     def step_raised(self, optimizer: torch.optim.Optimizer, written: str | None) -> None:
+        self._context.wire.watch.phase = "what follows a step that raised"
         if written is not None:
             self._context.failure = written
         if any(each.optimizer is optimizer for each in self.bindings):

@@ -313,8 +313,8 @@ class Bucket:
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
         if isinstance(self.grad, OnDisk):
-            factor = factor.detach().to("cpu", self.grad.dtype)
-            self.factor = factor if self.factor is None else self.factor * factor
+            self._fold()  # else two factors would round once, and in memory twice
+            self.factor = factor.detach().to("cpu", self.grad.dtype)
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
         self._written()

@@ -303,9 +303,10 @@ class Engine:
         """
         if self.config.step_in_backward and max_norm == float("inf"):
             return torch.tensor(float("nan"), device="cpu")  # nothing is left to measure
-        self.complete_gradients("clip_grad_norm_")
-        parts = parts_to_clip(self.trained, self.context, parameters)
-        return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
+        with self._wire.watch.doing("clip_grad_norm_()"):
+            self.complete_gradients("clip_grad_norm_")
+            parts = parts_to_clip(self.trained, self.context, parameters)
+            return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
@@ -488,17 +489,18 @@ class Engine:
             CheckpointError: on every rank; names the rank, the file and the reason. `folder` is as it was.
             StateError: an optimizer's step was left half done.
         """
-        self.quiesce()
-        self.wait_for_save()
-        finish = self.saves.write_behind if async_save else Saving.commit
-        save(
-            self,
-            folder,
-            max_shard_size=max_shard_size,
-            save_optimizer=save_optimizer,
-            objects=objects,
-            finish=finish,
-        )
+        with self._wire.watch.doing(f"saving to {folder}"):
+            self.quiesce()
+            self.wait_for_save()
+            finish = self.saves.write_behind if async_save else Saving.commit
+            save(
+                self,
+                folder,
+                max_shard_size=max_shard_size,
+                save_optimizer=save_optimizer,
+                objects=objects,
+                finish=finish,
+            )
 
     def load(
         self,

@@ -12,6 +12,7 @@ Python work per step grows with units, never with parameters, but for class chan
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,11 +25,11 @@ from torch import nn
 from torch.autograd import Variable
 
 from ..core.units import is_plain_embedding
-from ..errors import StateError
+from ..errors import StallError, StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
 from .parameter import set_raw_grad
-from .tape import Tape, Token, Use
+from .tape import HIGHEST, Tape, Token, Use
 from .unit import State, Unit
 
 Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
@@ -65,6 +66,7 @@ class Schedule:
         self._keeps_graph = False  # the backward builds a graph of itself
         # Forward
         self._running: list[int] = [0] * len(self.units)
+        self._awaited: list[int] = [0] * len(self.units)  # bits of hosts that are still to run: the unit stays
         self._depth = 0  # of calls of the root
         self._keeps = False  # this forward, or a part of it, builds a graph
         self._order: list[Unit] = []  # of uses in this forward
@@ -86,10 +88,9 @@ class Schedule:
     def _hook(self) -> None:
         model, add = self.context.model, self._handles.append
         for unit in self.units:
-            for host in unit.hosts:
+            for number, host in enumerate(unit.hosts):
                 calls: Calls = []
-                reads = not is_plain_embedding(host)
-                before = partial(self.begin_use, unit, calls, reads=reads)
+                before = partial(self._pre_forward, unit, calls, 1 << number, not is_plain_embedding(host))
                 after = partial(self._post_forward, unit, calls)
                 add(host.register_forward_pre_hook(before, prepend=True))
                 add(host.register_forward_hook(after, always_call=True, with_kwargs=True))
@@ -114,15 +115,20 @@ class Schedule:
         self.context.check()
         for event in self.events.before_forward:
             event(args, kwargs)
-        self._keeps = torch.is_grad_enabled()
+        self._begin_forward()
         self._running = [0] * len(self.units)
+        self._awaited = [(1 << len(unit.hosts)) - 1 for unit in self.units]
         self._last_order, self._order = self._order, []
+
+    def _begin_forward(self) -> None:
+        self._keeps = torch.is_grad_enabled()
+        self._wire.watch.phase = "forward" if self._keeps else "a forward without gradients"
 
     def _post_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if backward_id() >= 0 or self._depth == 0:
             return
         self._depth -= 1
-        if self._depth:
+        if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # no transfer will end
             return
         if torch.is_grad_enabled():
             hook = partial(_enter_root, weakref.ref(self))
@@ -153,7 +159,11 @@ class Schedule:
                     continue
                 unit.release()
 
-    def begin_use(self, unit: Unit, calls: Calls, *_: Any, reads: bool = True) -> None:
+    def _pre_forward(self, unit: Unit, calls: Calls, host: int, reads: bool, *_: Any) -> None:
+        self._awaited[unit.index] &= ~host
+        self.begin_use(unit, calls, reads=reads)
+
+    def begin_use(self, unit: Unit, calls: Calls, *, reads: bool = True) -> None:
         """Code that reads the unit's parameters begins: the forward of a host, or one operation.
 
         Args:
@@ -166,11 +176,11 @@ class Schedule:
             self.context.check()
             for event in self.events.before_part:
                 event(unit)
-            self._keeps = torch.is_grad_enabled()
+            self._begin_forward()
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
-            if not self._running[tail.index] and self._following(unit, len(self._order) + 1) is not tail:
+            if not self._running[tail.index]:
                 tail.release()
         self._running[unit.index] += 1
         if unit.state is not State.GATHERED:
@@ -188,27 +198,20 @@ class Schedule:
         # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
         has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
         if has_graph and (self.frees or unit.trained):
-            # Inside a backward the forward is a recomputation: its uses are not on the tape.
-            use = Use(unit, -1, reads=reads) if in_backward else self.tape.open(unit, reads=reads)
+            # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
+            is_apart = in_backward or (self.frees and self.context.is_unsharded)
+            use = Use(unit, -1, reads=reads) if is_apart else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
         named = unit.named("forward")
         calls.append((use, next_sequence_number(), named))
 
-    def _following(self, unit: Unit, uses: int) -> Unit | None:
-        """The unit that was used after this one in the last forward, as long as this forward is like it.
-
-        Args:
-            uses: of this forward so far, the unit's own among them.
-        """
-        last = self._last_order
-        return last[uses] if self._depth and 0 < uses < len(last) and last[uses - 1] is unit else None
-
     def _prefetch(self, unit: Unit) -> None:
-        following = self._following(unit, len(self._order) + 1)
-        if following is not None:
-            following.gather()
+        """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
+        at = len(self._order)
+        if self._depth and at + 1 < len(self._last_order) and self._last_order[at] is unit:
+            self._last_order[at + 1].gather()
 
     def _post_forward(self, unit: Unit, calls: Calls, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.end_use(unit, calls, output, (args, kwargs))
@@ -227,7 +230,7 @@ class Schedule:
             for event in self.events.use_ended:
                 event(unit, found)
         if use is not None:
-            token = Token(use) if in_backward else self.tape.close(use)
+            token = Token(use) if use.opened < 0 else self.tape.close(use)
             nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
@@ -241,10 +244,10 @@ class Schedule:
             return
         if not in_backward:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
-            if not (unit.index in self.context.kept and self._keeps_units):
+            is_used_again = self._depth > 0 and self._awaited[unit.index]
+            if not (is_used_again or (unit.index in self.context.kept and self._keeps_units)):
                 inner, self._tail = self._tail, unit
-                is_over = inner is not None and inner is not unit and not self._running[inner.index]
-                if inner is not None and is_over and self._following(inner, len(self._order)) is not inner:
+                if inner is not None and inner is not unit and not self._running[inner.index]:
                     inner.release()  # the last one inside this call
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
@@ -280,6 +283,7 @@ class Schedule:
             return
         self.context.refuse_unsharded("a backward")
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
+        self._wire.watch.phase = "backward"
         self._task = backward_id()
         self._keeps_graph = torch.is_grad_enabled()
         for event in self.events.before_backward:
@@ -297,8 +301,8 @@ class Schedule:
                 self._wire,
                 self.units,
                 each_use=self.frees,
-                mark=self.context.flags_mark,
-                refuse=self.context.refuse_other_flags,
+                mark=(self.context.flags_mark << 1 | self.sends) & HIGHEST,
+                refuse=partial(self.context.refuse_other_marks, sends=self.sends),
             )
         if self.frees:
             self._to_reduce.extend(answer())
@@ -321,15 +325,13 @@ class Schedule:
         if backward_id() != self._task:
             self._enter_nested(use)
             return
-        if not use.is_listed:  # a graph from before the last step
-            self._need(use.unit)
-            self._kept.add(use.unit)
+        # From before the last step, or passed in the order of the tape and reached after all.
+        if not use.is_listed or (use.is_entered and use.is_done and self.frees):
+            if use.reads:
+                self._need(use.unit)
+                self._kept.add(use.unit)
             return
         if use.is_entered:
-            if not use.is_done or not self.frees:
-                return
-            self._need(use.unit)  # passed in the order of the tape, and reached after all
-            self._kept.add(use.unit)
             return
         while self._walked < len(self._walk):
             each = self._walk[self._walked]
@@ -365,7 +367,7 @@ class Schedule:
         if backward_id() >= 0:
             self.begin()
             for use in self._walk[self._walked :]:
-                if use.unit is unit:
+                if use.unit is unit and use.reads:
                     self.enter(use)  # in the order of the tape, like the ranks that come to its output
                     return True
         self._need(unit)
@@ -407,8 +409,8 @@ class Schedule:
 
     def _enter_nested(self, use: Use) -> None:
         """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
-        unit = use.unit
-        self._need(unit)
+        if use.reads:
+            self._need(use.unit)
         if not use.is_entered:
             use.is_entered = True
             self._entered.append(use)
@@ -462,6 +464,7 @@ class Schedule:
                     unit.hold()
         for event in self.events.after_backward:
             event()
+        self._wire.watch.phase = "what follows the backward"
         self.in_backward = False  # not before: an exception up to here is a backward that failed
 
     def reduce_late(self, units: Sequence[Unit]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MASK_BITS = 30
 """Uses of one unit that the ranks tell apart; further ones count as reachable."""
-_HIGHEST = (1 << 31) - 1
+HIGHEST = (1 << 31) - 1
 """What one number of an agreement can be."""
 
 
@@ -107,7 +107,7 @@ class Tape:
             A function that marks the uses of this tape (`is_listed`) and returns the units to reduce, in order.
         """
         begin = self._agree_on_uses if each_use else self._agree_on_units
-        return begin(wire, units, [mark, _HIGHEST - mark], refuse)
+        return begin(wire, units, [mark, HIGHEST - mark], refuse)
 
     def _agree_on_units(
         self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
@@ -121,7 +121,7 @@ class Tape:
 
         def units_in_order() -> list[Unit]:
             agreed = answer()
-            if agreed.pop() != _HIGHEST - agreed.pop():
+            if agreed.pop() != HIGHEST - agreed.pop():
                 refuse()
             order = sorted((index for index, at in enumerate(agreed) if at), key=lambda index: (-agreed[index], -index))
             return [units[index] for index in order]
@@ -145,7 +145,7 @@ class Tape:
 
         def units_in_order() -> list[Unit]:
             found = answer()
-            if found.pop() != _HIGHEST - found.pop():
+            if found.pop() != HIGHEST - found.pop():
                 refuse()
             agreed = found[: len(units)]
             if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):

@@ -230,9 +230,10 @@ class Unit:
             event(self)
 
     def _finish_reduce(self) -> None:
-        reduces, self._reduces = self._reduces, []
-        for span, transfer, mean, _ in reduces:
+        while self._reduces:
+            span, transfer, mean, source = self._reduces.pop(0)
             transfer.close()  # before the buffer goes: the other ranks read it
+            del transfer, source  # before `add`, which may wait for a disk
             span.bucket.add(mean)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
 from ..engine.parameter import place_of
-from ..errors import ConfigError, UnsupportedOptimizerError
+from ..errors import ConfigError, LayoutError, UnsupportedOptimizerError
 from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
 from ..params.shard import shard
@@ -102,7 +102,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
                 "model to prepare() before its optimizer or together with it"
             )
         if not _is_bound(bare, engine):
-            engine.bind(bare)
+            self._zero_attach(engine.model, [bare], device_placement, evaluation_mode=False)
         bare.__dict__[_MODEL] = weakref.ref(engine.model)
         # Placement would move the state through state_dict(), a collective. Shards are on their devices already.
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -146,8 +146,16 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
                 "the same settings, or undo the first with zero.engine_of(model).detach()"
             )
         else:
-            for optimizer in mine:
-                engine.bind(optimizer)
+            had = engine.optimizers
+            try:
+                for optimizer in mine:
+                    engine.bind(optimizer)
+            except LayoutError:
+                if had:
+                    raise
+                # Spans never change. A model that was evaluated first has those of a model without an optimizer.
+                engine.detach()
+                return self._zero_attach(model, optimizers, placement, evaluation_mode)
         for bound in mine:
             bound.__dict__[_MODEL] = weakref.ref(model)
         if not any(model is known for known in self._models) and "transformers.modeling_utils" in sys.modules:

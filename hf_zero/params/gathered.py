@@ -188,10 +188,13 @@ class _Sharded(_Group):
 
     def gather(self) -> None:
         units = list(dict.fromkeys(place.unit for place in self._places))
-        self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
+        for span in [span for unit in units for span in unit.spans]:
+            for event in self._context.events.master_read:
+                event(span)
         self._apart = [unit for unit in units if not unit.is_apart]
         for unit in self._apart:
             unit.is_apart = True
+        self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
 
     def full(self, number: int) -> Tensor:
         place = self._places[number]
@@ -204,6 +207,7 @@ class _Sharded(_Group):
     def keep(self, number: int, values: Tensor) -> None:
         span, index = self._places[number].span, self._places[number].index
         carry(span, index, values.view(-1))
+        span.view(index).copy_(values)  # of a unit that an outer context has gathered
         self._kept.setdefault(span, []).append(index)
 
     def end(self) -> None:

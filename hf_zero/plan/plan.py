@@ -303,13 +303,11 @@ def _reasons(made: Plan) -> Iterator[str]:
         yield "parameters of their master's type rest with it: they are one memory"
     if state[Tier.HOST] or state[Tier.DISK]:
         if setup.step_in_backward and setup.backward_per_step == 1:
-            yield "gradients of offloaded state do not rest: the step takes them as backward makes them (step_in_backward)"
-        elif setup.world_size == 1 and setup.backward_per_step == 1:
-            yield "gradients of offloaded state rest on the host in the type they come in: one rank, one backward per step"
+            yield "gradients of offloaded state are not stored: step_in_backward uses them as they are made"
         else:
             yield (
-                f"gradients of offloaded state rest on the host in float32: sums over {setup.world_size} rank(s) and "
-                f"{setup.backward_per_step} backward(s) per step keep their last bits"
+                f"gradients of offloaded state are stored in the type of their masters: sums over {setup.world_size} rank(s) "
+                f"and {setup.backward_per_step} backward(s) per step keep their last bits"
             )
     if config.keep_gathered is not None and (order := candidates(made.layout, made.placements, setup)):
         yield from _kept(made, len(order))

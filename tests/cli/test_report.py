@@ -252,7 +252,7 @@ def test_no_warnings_where_all_is_as_predicted(
     recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts, *steps = lines(recorded[0])
-    facts["predicted"]["peak"]["host"]["staging"] = steps[-1]["peak"]["host"]["staging"]
+    facts["predicted"]["peak"]["host"]["staging"] = steps[-1]["peak"]["host"].get("staging", 0)
     for step in steps:
         step["seconds"] = 10.0
     assert shown(write(tmp_path, [facts, *steps]), capsys)["warnings"] == []

@@ -34,7 +34,7 @@ def frozen_on_one_rank(rank: int, world: int, stage: int) -> None:
     loss_of(model, 0).backward()
     if rank == 1:
         model[1].requires_grad_(False)
-    with pytest.raises(RankMismatchError, match=r"requires_grad of '1\.0\.weight' differs between ranks"):
+    with pytest.raises(RankMismatchError, match=r"requires_grad of parameter '1\.0\.weight' is not the same"):
         loss_of(model, 1).backward()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints and optimizer state: of the old engine and back, on other ranks, stages and tiers, and after `detach`."""
+"""Checkpoints and optimizer state: on other ranks, stages and tiers, and after `detach`."""
 
 from __future__ import annotations
 

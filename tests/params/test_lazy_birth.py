@@ -20,11 +20,10 @@ from hf_zero.params.deferred import born, born_at_rest, slice_bounds
 from hf_zero.params.deferred import deferred_of as birth_of
 from hf_zero.tiers.array import DiskArray, FilePieces, FileSource, OnDisk, Stamp
 from hf_zero.tiers.disk import Disk
-from hf_zero.tiers.tier import Meter, Tier
+from hf_zero.tiers.tier import Meter
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
-OLD = False
 
 SHAPES = {"first.weight": (7, 5), "first.bias": (7,), "second.weight": (3, 7), "second.bias": (3,)}
 X = torch.linspace(-1, 1, 20).view(4, 5)
@@ -157,8 +156,7 @@ def touches(rank: int, world: int, path: Path) -> None:
         birth = birth_of(model.first.weight)
         assert not birth.at_rest, name
         low, high = slice_bounds(35, birth.wire.rank, birth.wire.size)
-        own = birth.own if OLD else birth.values()
-        assert torch.equal(own, expected(value.clone()).flatten()[low:high]), name
+        assert torch.equal(birth.values(), expected(value.clone()).flatten()[low:high]), name
         assert torch.equal(zero.full_parameter(model.first.weight), expected(value.clone())), name
         assert torch.equal(load_file(path)["first.weight"], value), "the file is never written"
 
@@ -208,48 +206,38 @@ def shard_frozen(model: nn.Module, folder: Path, mixed_precision: str = "no", **
     return zero.shard(model, None, zero.ZeroConfig(**options), mixed_precision=mixed_precision)
 
 
-def storage_of(engine: zero.Engine) -> Any:
-    return engine.units[0].flats[0].storage if OLD else engine.context.storage
-
-
 def spans(engine: zero.Engine) -> Iterator[Any]:
-    return (span for unit in engine.units for span in (unit.flats if OLD else unit.spans))
-
-
-def layout_of(span: Any) -> Any:
-    return span.span if OLD else span.layout
+    return (span for unit in engine.units for span in unit.spans)
 
 
 def is_in_files(span: Any) -> bool:
-    if OLD:
-        return bool(span.in_files)
     return isinstance(span.master, OnDisk) and getattr(span.master.source, "base", None) is not None
 
 
 def in_files(engine: zero.Engine) -> list[str]:
     """Parameters that are read from the model's own files."""
-    return [slot.spec.name for span in spans(engine) if is_in_files(span) for slot in layout_of(span).slots]
+    return [slot.spec.name for span in spans(engine) if is_in_files(span) for slot in span.layout.slots]
 
 
 def disk_bytes(engine: zero.Engine) -> int:
-    return storage_of(engine).disk.nbytes
+    return engine.context.storage.disk.nbytes
 
 
 def frozen(rank: int, world: int, path: Path, folder: Path, dtype: torch.dtype, mixed_precision: str) -> None:
     model, stock = lay(path).requires_grad_(False), plain(dtype)
     x = X.to(dtype)
     engine = shard_frozen(model, folder, mixed_precision)
-    meter = storage_of(engine).meter
+    meter = engine.context.storage.meter
     assert sorted(in_files(engine)) == sorted(ALL)
     assert (disk_bytes(engine), meter["read"].bytes) == (0, 0)
-    held = [t for span in spans(engine) for t in (span.full, span.own if OLD else span.copy) if isinstance(t, Tensor)]
+    held = [t for span in spans(engine) for t in (span.full, span.copy) if isinstance(t, Tensor)]
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
         expected = stock(x)
     for _ in range(2):
         meter.reset()
         assert torch.equal(model(x), expected)
-        parts = [part for span in spans(engine) for part in layout_of(span).overlaps(span.rank)]
+        parts = [part for span in spans(engine) for part in span.layout.overlaps(span.rank)]
         assert meter["read"].bytes == sum(part.numel for part in parts) * dtype.itemsize, "its own part, once"
     for name, param in model.named_parameters():
         assert torch.equal(zero.full_parameter(param), values_of(dtype)[name])
@@ -305,26 +293,6 @@ def test_a_span_that_is_partly_at_rest(tmp_path: Path, pools: dict[int, RankPool
     pools[2].run(partly, write(tmp_path), tmp_path)
 
 
-def moved(rank: int, world: int, path: Path, folder: Path, mixed_precision: str) -> None:
-    for together in (True, False):  # with their masters, and the parameters alone
-        for tiers in ((Tier.HOST, Tier.DEVICE, Tier.DISK), (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.DEVICE)):
-            model = lay(path).requires_grad_(False)
-            engine = shard_frozen(model, folder, mixed_precision)
-            expected = model(X)
-            for tier in tiers:
-                engine.quiesce()
-                for flat in spans(engine):
-                    flat.move(tier, [tier if together else flat.shards[0].tier], None)
-                assert torch.equal(model(X), expected), (together, tier)
-            assert torch.equal(zero.full_parameter(model.first.weight), values_of(torch.float32)["first.weight"])
-
-
-@pytest.mark.skipif(not OLD, reason="spans do not move between tiers")
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_they_can_be_moved(mixed_precision: str, tmp_path: Path, pools: dict[int, RankPool]) -> None:
-    pools[2].run(moved, write(tmp_path), tmp_path, mixed_precision)
-
-
 # Written to -----------------------------------------------------------------------------------------------------------
 
 
@@ -344,7 +312,7 @@ def written(rank: int, world: int, path: Path, folder: Path, mixed_precision: st
     assert sum(engine.exchange(disk_bytes(engine))) > 0
     fresh = {name: torch.full(shape, 0.5) for name, shape in SHAPES.items()}
     model.load_state_dict(fresh)
-    mine = {part.source.spec.name for span in spans(engine) for part in layout_of(span).overlaps(span.rank)}
+    mine = {part.source.spec.name for span in spans(engine) for part in span.layout.overlaps(span.rank)}
     assert not mine & set(in_files(engine))
     for name, param in model.named_parameters():
         assert torch.equal(zero.full_parameter(param), fresh[name])

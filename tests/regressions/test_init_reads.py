@@ -23,7 +23,6 @@ from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
 SHAPE = (6, 4)
-OLD = False
 
 
 class Half(nn.Module):
@@ -166,7 +165,7 @@ def read_outside(rank: int, world: int) -> list[str]:
     wrong = []
     model = layer()
     for name, read in {**READS, **NEITHER}.items():
-        if name in ("address", "bytes", "stored", "storage list") and not OLD:
+        if name in ("address", "bytes", "stored", "storage list"):
             continue  # a storage on the meta device
         try:
             read(model.weight)
@@ -179,7 +178,7 @@ def read_outside(rank: int, world: int) -> list[str]:
             continue
         wrong.append(f"{name}: no error")
     for name, write in WRITES.items():
-        if name == "copy_" and not OLD:
+        if name == "copy_":
             continue  # each rank takes its part, as load_state_dict needs
         with torch.no_grad():
             try:
@@ -264,10 +263,6 @@ def descriptions(rank: int, world: int) -> None:
         made = type(p)(torch.ones(3), requires_grad=False)
         assert torch.equal(made, torch.ones(3))
     model.requires_grad_(False)
-    if not OLD:
-        return
-    state = model.state_dict()
-    assert rank or torch.equal(state["weight"], plain_layer().weight)
 
 
 def of_type(rank: int, world: int, dtype: torch.dtype) -> None:
