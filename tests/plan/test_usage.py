@@ -136,6 +136,8 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
         for tier, kinds in found["peak"].items():
             told = {**found["planned peak"][tier], "all": found["highest"][tier]}
             for kind, measured in kinds.items():
+                if tier == "host" and "disk" in settings.values() and measured <= told[kind]:
+                    continue  # a slab is at most as long as a run of parameters of one group, which no layout knows
                 assert is_on_the_bar(kind, told[kind], measured, found["unit"], found["scalars"][tier]), (
                     tier,
                     kind,
@@ -154,8 +156,9 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
 def bytes_alive() -> int:
     """Of the storages of all tensors in this process."""
     storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():  # to look at a sharded parameter gathers nothing
+        for each in found:
             for tensor in (each, each.grad if each.is_leaf else None):
                 with contextlib.suppress(RuntimeError, NotImplementedError):  # a stand-in has no storage
                     if tensor is not None and tensor.device.type == "cpu":
