@@ -16,6 +16,7 @@ from .generation import Generation
 from .gradients import Gradients
 from .group_gradients import GroupGradients
 from .methods import Methods
+from .names import Names
 from .on_demand import OnDemand
 from .preemption import Preemptions
 from .registered_again import RegisteredAgain
@@ -45,6 +46,7 @@ def observers() -> list[Observer]:
         Generation(),
         Gradients(),
         Methods(),
+        Names(),
         GroupGradients(),
         Preemptions(),
         StateDicts(),

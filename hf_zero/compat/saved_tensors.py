@@ -120,6 +120,9 @@ class SavedTensors(Observer):
         if not _hooks._saved_tensors_hooks_is_enabled():  # inside torch.func
             return None
         outer = _hooks._top_saved_tensors_default_hooks(True)
+        while outer is not None and _is_left(outer[0]):
+            _hooks._pop_saved_tensors_default_hooks()
+            outer = _hooks._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # it recomputes what is saved, by forwards that have hooks on their outputs
         for span in unit.spans:
@@ -171,6 +174,12 @@ class SavedTensors(Observer):
             return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
 
         return packed, unpacked
+
+
+def _is_left(pack: Pack) -> bool:
+    """Whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
+    owner = getattr(pack, "__self__", None)
+    return isinstance(owner, SavedTensors) and owner._schedule() is None
 
 
 def _memory(tensor: Tensor) -> int:

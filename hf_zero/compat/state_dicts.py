@@ -78,7 +78,10 @@ class StateDicts(Observer):
         needed = _SHARE * sum(param.numel() * param.element_size() for param in params)
         has_room = self._wire.rank == 0 or needed <= free_host_bytes(self._wire.size)
         found: dict[nn.Parameter, Tensor] = {}
-        spans = [span for unit in self._context.units for span in unit.spans if not params.isdisjoint(span.params)]
+        places = [place for param in params if (place := place_of(param)) is not None]
+        order = {place.unit.index: place.unit for place in places}
+        mine = {place.span for place in places}
+        spans = [span for index in sorted(order) for span in order[index].spans if span in mine]
         self._context.check()
         with self._wire.watch.doing("state_dict()"):
             if not all(map(self._is_shown, spans)):

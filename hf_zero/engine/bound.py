@@ -167,8 +167,6 @@ class Bound:
         binding.guard_state(engine.wait_for_steps)
         self.follow_groups()
         engine.schedule.flush()
-        if engine.schedule.lost is not None:
-            raise StateError(f"optimizer.step(): {engine.schedule.lost}. Call zero_grad() and repeat the step")
         for event in engine.events.before_step:
             event(optimizer)
         engine.schedule.quiesce()

@@ -157,6 +157,8 @@ class Context:
         """
         if not self.storage.uses_disk:
             if half_done:
+                if self.failure is not None:
+                    self.check()  # the first failure is the reason of the later ones
                 self.failure = f"{type(error).__name__}: {error}"
             raise error
         known = error if isinstance(error, ZeroError) else TierError(f"{type(error).__name__}: {error}")

@@ -238,17 +238,15 @@ class Engine:
                         event(unit)
             read(self._wire, publish, may_fail=self.context.storage.uses_disk)
         by_unit: dict[Unit, list[Span]] = {}
-        chosen = set(map(id, spans))
-        for unit in self.units:
-            mine = [span for span in unit.spans if id(span) in chosen]
-            if mine:
-                by_unit[unit] = mine
-        for unit, mine in by_unit.items():
-            unit.mark_old(mine)
+        for span in spans:
+            by_unit.setdefault(span.unit, []).append(span)
+        units = sorted(by_unit, key=lambda unit: unit.index)
+        for unit in units:
+            unit.mark_old(by_unit[unit])
             if not self.context.frees:
                 unit.gather()
         if not self.context.frees:
-            for unit in by_unit:
+            for unit in units:
                 unit.wait()
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -257,8 +255,7 @@ class Engine:
         Args:
             set_to_none: False: gradients that exist become zeros.
         """
-        self.schedule.recover()
-        self.schedule.lost = None
+        self.schedule.forget_gradients()
         if not set_to_none:
             self.wait_for_steps()
         chosen = [each for each in self.bindings if optimizer is None or each.optimizer is optimizer]

@@ -159,17 +159,16 @@ class Stepper:
     def _announce(self, unit: Unit, binding: Binding, twin: Twin, after: Any) -> UnitStep | None:
         """Make the unit's update known to its readers and to the ring; None where nothing is to be updated."""
         pieces, arrivals = [], []
-        for number, group in enumerate(binding.segments):
-            for segment in group:
-                span = segment.span
-                bucket = span.bucket
-                if span not in unit.trained or span.tier is Tier.DEVICE or not segment.members:
-                    continue
-                if segment.has_grad or binding.moves_all:
+        for span in unit.trained:
+            if span.tier is Tier.DEVICE:
+                continue
+            bucket = span.bucket
+            for segment in span.segments:
+                number = binding.group_of.get(span.params[segment.members[0]]) if segment.members else None
+                if number is not None and (segment.has_grad or binding.moves_all):
                     known = dict(binding.state_of(segment))
-                    pieces.append(
-                        Piece(segment, number, bucket.grad if segment.has_grad else None, bucket.factor, known)
-                    )
+                    grad = bucket.grad if segment.has_grad else None
+                    pieces.append(Piece(segment, number, grad, bucket.factor, known))
                     arrivals.append(bucket.land)
         if not pieces:
             return None

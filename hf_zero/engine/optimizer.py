@@ -51,6 +51,9 @@ class Binding:
             kind,
             context,
         )
+        self._group_of: dict[nn.Parameter, int] = {}
+        self._grouped: Groups | None = None
+        """The `originals` that `_group_of` was made of."""
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
         self.shares: dict[Span, list[int]] = {}
@@ -62,7 +65,10 @@ class Binding:
 
     @property
     def group_of(self) -> dict[nn.Parameter, int]:
-        return {param: number for number, params in enumerate(self.originals) for param in params}
+        if self._grouped is not self.originals:
+            self._grouped = self.originals
+            self._group_of = {param: number for number, params in enumerate(self.originals) for param in params}
+        return self._group_of
 
     def show_segments(self) -> None:
         """The groups hold what `segments` says."""

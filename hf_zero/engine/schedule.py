@@ -49,7 +49,6 @@ class Schedule:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
         puts_off: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
-        lost: why gradients of this step are gone; None if they are not.
     """
 
     def __init__(self, context: Context, after_sync: Callable[[], None]) -> None:
@@ -58,7 +57,8 @@ class Schedule:
         self.tape = Tape()
         self.sync = True
         self.defers = self.puts_off = False
-        self.lost: str | None = None
+        self._lost: str | None = None  # why gradients of this step are gone
+        self._is_first = True  # of the backwards since the last step: if it raises, nothing else is gone
         self.in_backward = False
         self._task = -1
         self._needs_flush = False  # a backward inside no_sync left gradients on this rank
@@ -282,6 +282,7 @@ class Schedule:
         if self.in_backward:
             return
         self.context.refuse_unsharded("a backward")
+        self._is_first = not self._has_run_backward
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
         self._wire.watch.phase = "backward"
         self._task = backward_id()
@@ -477,8 +478,14 @@ class Schedule:
     # Between passes ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Reduce gradients that `no_sync` or a backward without hooks left on this rank. A collective where there are any."""
+        """Reduce gradients that `no_sync` or a backward without hooks left on this rank. A collective where there are any.
+
+        Raises:
+            StateError: a backward of this step raised, after others.
+        """
         self.recover()
+        if self._lost is not None:
+            raise StateError(f"{self._lost}. Call zero_grad() and repeat the step")
         missed = not self._has_run_backward and any(unit.trained and unit.has_local_grads for unit in self.units)
         if not self._needs_flush and not missed:
             return
@@ -486,11 +493,16 @@ class Schedule:
         try:
             for event in self.events.before_backward:
                 event()
-            self.in_backward = self._has_run_backward = True
+            self.in_backward, self._has_run_backward, self._is_first = True, True, False
             self._to_reduce, self._left = deque(), {}
             self._finish()
         finally:
             self.sync = sync
+
+    def forget_gradients(self) -> None:
+        """All gradients of this step are cleared."""
+        self.recover()
+        self._lost, self._has_run_backward = None, False
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
@@ -515,10 +527,12 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = (
-                "a backward of this step raised: its gradients are gone, "
-                "and those of earlier backwards of the step with them"
-            )
+            if not self._is_first:
+                self._lost = (
+                    "a backward of this step raised: its gradients are gone, "
+                    "and those of earlier backwards of the step with them"
+                )
+            self._has_run_backward = not self._is_first
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None

@@ -170,7 +170,7 @@ class Span:
     @property
     def is_alias(self) -> bool:
         """The master is the memory of `local`."""
-        return isinstance(self.master, Tensor) and self.master.data_ptr() == self.local.data_ptr() and self.stays
+        return self.stays and isinstance(self.master, Tensor) and self.master.data_ptr() == self.local.data_ptr()
 
     def open(self, purpose: str) -> None:
         """Give `full` its storage back; the values are undefined.

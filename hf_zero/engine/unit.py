@@ -173,11 +173,12 @@ class Unit:
         Raises:
             BaseException: the update failed, and no rank uses a disk; else see `Context.raise_failures`.
         """
-        step, self.step = self.step, None
+        step = self.step
         if step is None:
             return
         started = time.perf_counter()
         error = step.wait()
+        self.step = None  # not before: Ctrl-C may end the wait
         self.context.step_wait_s += time.perf_counter() - started
         if error is not None:
             self.context.note_failure(error, half_done=True)

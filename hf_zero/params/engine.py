@@ -13,6 +13,7 @@ from torch import nn
 
 from ..compat.compiling import Compile, Compiling
 from ..compat.evaluation import OtherDtype
+from ..compat.names import EngineNames
 from ..core.layout import Layout
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
@@ -22,7 +23,7 @@ from ..plan.record import Recorder
 from ..plan.report import Report
 
 
-class Engine(core.Engine):
+class Engine(EngineNames, core.Engine):
     """One sharded model in training. Made by `zero.shard`; see there."""
 
     def report(self) -> Report:

@@ -80,9 +80,10 @@ def test_100_mb_on_5_nodes_of_20_mb():
     memory = made.memory
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) <= 20 * MB
     assert memory.at_peak(DISK) > 0
-    # Three float32 per element, wherever they are (arrays on disk are padded to pages); memory is used to its end.
+    # Three float32 per element, and a fourth where parameters are in memory and masters on disk; memory is used to its end.
     states = memory.rest[DEVICE], memory.rest[HOST], memory.rest[DISK]
-    assert sum(kinds["parameters"] + kinds["optimizer"] for kinds in states) == pytest.approx(3 * 20 * MB, rel=0.03)
+    total = sum(kinds["parameters"] + kinds["optimizer"] for kinds in states)
+    assert 3 * 20 * MB <= total <= 4 * 20 * MB
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) > 19 * MB
 
 
