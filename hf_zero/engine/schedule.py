@@ -131,6 +131,8 @@ class Schedule:
         if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # no transfer will end
             return
         if torch.is_grad_enabled():
+            if self._tail is None and self._order and self._order[-1].index not in self.context.kept:
+                self._tail = self._order[-1]  # a host of it that was not called has kept it so far
             hook = partial(_enter_root, weakref.ref(self))
             for node in nodes_of(tensors_in(output), 0):
                 node.register_prehook(hook)
