@@ -146,7 +146,6 @@ class Bucket:
     def reduce(self) -> tuple[Inflight, Tensor, Tensor]:
         """Start the reduce. Returns the transfer, this rank's slice of the mean, and the buffer that must live until then."""
         wire, span = self.span.context.wire, self.span
-        self._count_moving(self._moving_bytes + self._fresh_bytes)
         source = self.take_source(wire)
         if wire.size == 1:
             self._count_moving(source.nbytes)
@@ -181,6 +180,10 @@ class Bucket:
         self._count_moving(0)
 
     # The ledger -------------------------------------------------------------------------------------------------------
+
+    def count_fresh(self) -> None:
+        """The ledger has the local gradients that a backward has made, beside what is on its way."""
+        self._count_moving(self._moving_bytes + self._fresh_bytes)
 
     def _count_held(self, nbytes: int) -> None:
         self._account.now["gradients"] += nbytes - self._held_bytes

@@ -405,6 +405,8 @@ class Schedule:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        for span in unit.trained:
+            span.bucket.count_fresh()
         while len(self._reducing) >= _REDUCES_AHEAD:
             self._reducing.popleft().finish_reduce()
         unit.reduce()
