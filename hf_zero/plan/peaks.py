@@ -252,7 +252,9 @@ def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
 
     Where the device is the host, those alone to which others are added.
     """
-    arriving = 0 if setup.is_cpu else itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    arriving = (
+        0 if setup.is_cpu else itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    )
     below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
     steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
     adds = setup.backward_per_step > 1 and not setup.reduces_once

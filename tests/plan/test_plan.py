@@ -172,7 +172,9 @@ def test_gradients_alone():
     assert twice.traffic.down == 2 * once.traffic.down
     stepped = make(layout, 1, precision=BF16, offload_optimizer="cpu", step_in_backward=True)
     assert stepped.memory.rest[HOST]["gradients"] == 0
-    assert stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 2 * 2 + 2 * n * 2  # parameters up, gradients down
+    assert (
+        stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 2 * 2 + 2 * n * 2
+    )  # parameters up, gradients down
 
 
 def test_arrays_on_disk_by_hand():
