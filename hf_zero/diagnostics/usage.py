@@ -14,17 +14,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.precision import dtype_name
 from ..engine.engine import Engine
 from ..engine.optimizer_kinds import state_tensors
 from ..engine.span import Span
-from ..plan.costs import KINDS, TIERS, Memory, Setup
+from ..plan.costs import KINDS, TIERS, Memory
 from ..plan.machine import here
 from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
@@ -45,13 +45,19 @@ class _Tally:
         self._device = device
         self._seen: set[int] = set()
 
-    def add(self, values: Any, tier: Tier, kind: str) -> None:
-        """Count a tensor or values on disk. Tensors that are not on the device count as the host's."""
+    def add(self, values: Any, tier: Tier, kind: str, *, padding: str = "") -> None:
+        """Count a tensor or values on disk. Tensors that are not on the device count as the host's.
+
+        Args:
+            padding: what the padding on disk counts as; empty: as the rest.
+        """
         if isinstance(values, OnDisk):
             source = values.source
             if id(source) not in self._seen:
                 self._seen.add(id(source))
-                self.table[Tier.DISK.value][kind] += padded(source.numel * source.dtype.itemsize)
+                nbytes = source.numel * source.dtype.itemsize
+                self.table[Tier.DISK.value][kind] += nbytes
+                self.table[Tier.DISK.value][padding or kind] += padded(nbytes) - nbytes
             return
         if not isinstance(values, Tensor):
             return
@@ -83,7 +89,8 @@ def _add_parameters(tally: _Tally, span: Span) -> None:
     if span.stays:
         tally.add(span.full, Tier.DEVICE, "parameters")
     elif span.copy is not None:
-        tally.add(span.copy, span.copy_tier, "parameters")
+        padding = "optimizer" if span.copy is span.master else ""
+        tally.add(span.copy, span.copy_tier, "parameters", padding=padding)
     reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
     tally.add(span.master, span.tier, "parameters" if reads_master else "optimizer")
 
@@ -219,16 +226,13 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         backward_per_step: micro-batches that a step is seen to have.
     """
     context = engine.context
-    setup = Setup(
-        context.policy,
-        context.wire.size,
-        dtype_name(context.precision.reduce_dtype),
-        state_tensors(engine.optimizers),
-        max(1, backward_per_step),
-        context.config.step_in_backward,
-        context.device.type == "cpu",
-        sizes=context.storage.sizes,
-        wire=context.config.wire,
+    setup = replace(
+        context.plan.inputs.setup,
+        policy=context.policy,
+        is_cpu=context.device.type == "cpu",
+        optimizer_tensors=state_tensors(engine.optimizers),
+        backward_per_step=max(1, backward_per_step),
+        defers=engine.schedule.puts_off,
         kept=context.kept,
     )
     given = context.layout, context.plan.placements, setup

@@ -66,9 +66,10 @@ class Bucket:
         """Keep local gradients for a later reduce, in float32 at least. What is float32 already stays on the parameters."""
         if self.span.compute_dtype != self.span.master_dtype:
             self._held = self._collect(Precision.hold_dtype(self.reduce_dtype))
-            self._held_bytes = self._held.nbytes
-            self._account.now["gradients"] += self._held_bytes
-            self._count_moving(0)
+            self._count_held(self._held.nbytes)
+        else:
+            self._count_held(self._fresh_bytes)
+        self._count_moving(0)
 
     def local(self, index: int) -> Tensor | None:
         """This rank's gradient of one parameter, not reduced yet; a copy."""
@@ -96,9 +97,7 @@ class Bucket:
             grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads
         ]  # no call for each
         buffer, self._held = self._held, None
-        if self._held_bytes:
-            self._account.now["gradients"] -= self._held_bytes
-            self._held_bytes = 0
+        self._count_held(0)
         if buffer is None:
             purpose = f"gradients of {span.layout.spec.name!r} and its neighbours"
             make = partial(torch.empty, self._numel, dtype=dtype, device=span.device)
@@ -135,6 +134,7 @@ class Bucket:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
                 self.arrived = [True]
                 take_raw_grads(span.params)
+                self._count_held(0)
                 return grad.view(-1)  # no copy: it is the buffer, less the padding
         buffer = self._collect(self.reduce_dtype)
         if buffer.dtype != self.reduce_dtype:
@@ -146,7 +146,6 @@ class Bucket:
     def reduce(self) -> tuple[Inflight, Tensor, Tensor]:
         """Start the reduce. Returns the transfer, this rank's slice of the mean, and the buffer that must live until then."""
         wire, span = self.span.context.wire, self.span
-        self._count_moving(self._moving_bytes + self._fresh_bytes)
         source = self.take_source(wire)
         if wire.size == 1:
             self._count_moving(source.nbytes)
@@ -181,6 +180,14 @@ class Bucket:
         self._count_moving(0)
 
     # The ledger -------------------------------------------------------------------------------------------------------
+
+    def count_fresh(self) -> None:
+        """The ledger has the local gradients that a backward has made, beside what is on its way."""
+        self._count_moving(self._moving_bytes + self._fresh_bytes)
+
+    def _count_held(self, nbytes: int) -> None:
+        self._account.now["gradients"] += nbytes - self._held_bytes
+        self._held_bytes = nbytes
 
     def _count_moving(self, nbytes: int) -> None:
         account = self._account
@@ -347,8 +354,7 @@ class Bucket:
         """Forget gradients that are not reduced."""
         take_raw_grads(self.span.params)
         self._held = None
-        self._account.now["gradients"] -= self._held_bytes
-        self._held_bytes = 0
+        self._count_held(0)
         self.arrived = [False] * len(self.arrived)
 
 

@@ -103,9 +103,11 @@ class Stepper:
         self._context.is_stepping = self._context.has_updated = False
         updated, self._updated = self._updated, set()
         after = self._storage.link.mark()
+        # All are announced before one begins: the disk reads ahead.
+        steps = [self._announce(unit, binding, twin, after) for unit in self._units if unit not in updated]
+        for step in steps:
+            self._start(step)
         for unit in self._units:
-            if unit not in updated:
-                self._start(unit, binding, twin, after)
             for span in unit.trained:
                 for segment in span.segments:
                     segment.show_grad()
@@ -134,7 +136,7 @@ class Stepper:
         for span in unit.trained:
             if len(set(span.bucket.present)) > 1:
                 self._bindings[0].split(span)
-        self._start(unit, self._bindings[0], self._twin, self._storage.link.mark())
+        self._start(self._announce(unit, self._bindings[0], self._twin, self._storage.link.mark()))
         for span in unit.trained:
             if span.tier is not Tier.DEVICE:
                 span.bucket.grad = None
@@ -154,7 +156,8 @@ class Stepper:
                 f"unit {unit.name!r} is needed in a backward after step_in_backward updated it. Set step_in_backward to False"
             )
 
-    def _start(self, unit: Unit, binding: Binding, twin: Twin, after: Any) -> None:
+    def _announce(self, unit: Unit, binding: Binding, twin: Twin, after: Any) -> UnitStep | None:
+        """Make the unit's update known to its readers and to the ring; None where nothing is to be updated."""
         pieces, arrivals = [], []
         for span in unit.trained:
             if span.tier is Tier.DEVICE:
@@ -168,7 +171,7 @@ class Stepper:
                     pieces.append(Piece(segment, number, grad, bucket.factor, known))
                     arrivals.append(bucket.land)
         if not pieces:
-            return
+            return None
         unit.wait_for_step()
         step = UnitStep(pieces, twin, binding.optimizer.state, after, arrivals)
         unit.step = step
@@ -176,7 +179,11 @@ class Stepper:
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
                 self._ring.announce(piece)
-        self._pool.submit(self._run, step)
+        return step
+
+    def _start(self, step: UnitStep | None) -> None:
+        if step is not None:
+            self._pool.submit(self._run, step)
 
     def forget(self) -> None:
         """All values were loaded: what was updated in a backward does not matter any more."""

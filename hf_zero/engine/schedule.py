@@ -48,6 +48,7 @@ class Schedule:
     Attributes:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
+        puts_off: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
     """
 
     def __init__(self, context: Context, after_sync: Callable[[], None]) -> None:
@@ -55,7 +56,7 @@ class Schedule:
         self.frees, self._wire, self._after_sync = context.frees, context.wire, after_sync
         self.tape = Tape()
         self.sync = True
-        self.defers = False
+        self.defers = self.puts_off = False
         self._lost: str | None = None  # why gradients of this step are gone
         self._is_first = True  # of the backwards since the last step: if it raises, nothing else is gone
         self.in_backward = False
@@ -130,6 +131,8 @@ class Schedule:
         if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # no transfer will end
             return
         if torch.is_grad_enabled():
+            if self._tail is None and self._order and self._order[-1].index not in self.context.kept:
+                self._tail = self._order[-1]  # a host of it that was not called has kept it so far
             hook = partial(_enter_root, weakref.ref(self))
             for node in nodes_of(tensors_in(output), 0):
                 node.register_prehook(hook)
@@ -245,7 +248,9 @@ class Schedule:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
             is_used_again = self._depth > 0 and self._awaited[unit.index]
             if not (is_used_again or (unit.index in self.context.kept and self._keeps_units)):
-                self._tail = unit
+                inner, self._tail = self._tail, unit
+                if inner is not None and inner is not unit and not self._running[inner.index]:
+                    inner.release()  # the last one inside this call
         elif not any(each.unit is unit and not each.is_done for each in self._entered):
             unit.release()
 
@@ -384,7 +389,7 @@ class Schedule:
             self._release_unless_entered(unit)
 
     def _release_unless_entered(self, unit: Unit) -> None:
-        for each in self._entered:
+        for each in (*self._entered, *self._walk[self._walked : self._walked + 1]):
             if each.unit is unit and each.reads:
                 return
         unit.release()
@@ -400,6 +405,8 @@ class Schedule:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        for span in unit.trained:
+            span.bucket.count_fresh()
         while len(self._reducing) >= _REDUCES_AHEAD:
             self._reducing.popleft().finish_reduce()
         unit.reduce()
@@ -447,6 +454,8 @@ class Schedule:
         self._finish()
 
     def _finish(self) -> None:
+        if not self.sync:
+            self.puts_off = self.defers
         if self.sends:
             self._reduce_ready(all_=True)
             while self._reducing:

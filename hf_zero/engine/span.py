@@ -185,11 +185,13 @@ class Span:
 
     def load_local(self) -> Inflight:
         """Start to fill `local` from the master, or from its copy."""
-        source = self.master if self.copy is None else self.copy
-        if self._hidden or (source is self.master and self.compute_dtype != self.master_dtype):
+        if self._hidden:
             return self._load_master()
-        if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values
+        if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values: who wrote the master wrote it
             return DONE
+        source = self.master if self.copy is None else self.copy
+        if source is self.master and self.compute_dtype != self.master_dtype:
+            return self._load_master()
         if self.tier is Tier.DEVICE or self.copy_tier is Tier.DEVICE:
             if not self.is_alias:
                 self.local.copy_(fetch(source))

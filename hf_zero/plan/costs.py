@@ -178,8 +178,19 @@ def tensors_bytes(span: Span, numel: int, tier: Tier, setup: Setup) -> int:
     if not span.is_whole:
         nbytes = numel * itemsize(span.spec.master_dtype)
         return setup.optimizer_tensors * (padded(nbytes) if tier is Tier.DISK else nbytes)
-    arrays = [nbytes for slot in span.wholes for nbytes in slot.spec.state_bytes] if numel else []
-    return round(span.share * sum(padded(nbytes) if tier is Tier.DISK else nbytes for nbytes in arrays))
+    master = itemsize(span.spec.master_dtype)
+    arrays = [(nbytes, slot.spec.numel * master) for slot in span.wholes for nbytes in slot.spec.state_bytes]
+    chosen = [nbytes for nbytes, whole in arrays if tier is not Tier.DISK or nbytes == whole] if numel else []
+    return round(span.share * sum(padded(nbytes) if tier is Tier.DISK else nbytes for nbytes in chosen))
+
+
+def beside_disk_bytes(span: Span, numel: int, setup: Setup) -> int:
+    """Return bytes of optimizer states in host memory beside `numel` masters on disk: arrays that are not of their shape."""
+    if not span.is_whole or not numel:
+        return 0
+    master = itemsize(span.spec.master_dtype)
+    arrays = [(nbytes, slot.spec.numel * master) for slot in span.wholes for nbytes in slot.spec.state_bytes]
+    return round(span.share * sum(nbytes for nbytes, whole in arrays if nbytes != whole))
 
 
 def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) -> int:
@@ -189,6 +200,8 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
     """
     if tier is not Tier.DISK:
         states = tensors_bytes(span, placement.numel(tier), tier, setup)
+        if tier is Tier.HOST:
+            states += beside_disk_bytes(span, placement.numel(Tier.DISK), setup)
         return states + master_bytes(span, placement, tier, setup.policy)
     if is_in_files(span, placement, setup):
         return 0

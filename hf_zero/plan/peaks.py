@@ -241,18 +241,20 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
 
 
 def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
-    """Return bytes of the copy of local gradients that is sent; 0 where they are sent, or stored, without one."""
-    compute = itemsize(span.spec.compute_dtype)
-    if setup.world_size == 1:
-        return 0 if placement.numel(Tier.DEVICE) == span.slice_numel else span.numel * compute
+    """Return bytes of the copy of local gradients that is sent; 0 where they are sent without one."""
     if setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup):
         return 0
     return span.numel * itemsize(wire_dtype(span, setup))
 
 
 def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
-    """Return bytes of buffers for gradients on their way to host memory or disk; none where they are stored directly."""
-    arriving = itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    """Return bytes of buffers for gradients on their way to host memory or disk; none where they are stored directly.
+
+    Where the device is the host, those alone to which others are added.
+    """
+    arriving = (
+        0 if setup.is_cpu else itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    )
     below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
     steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
     adds = setup.backward_per_step > 1 and not setup.reduces_once

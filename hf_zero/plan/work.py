@@ -128,7 +128,8 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         add(PASSES, "gather", used * others, gathered)
     elif span.shards > 1 and span.is_updated:
         add(AFTER, "gather", others, gathered)
-    if own is not Tier.DEVICE:
+    has_link = not setup.is_cpu  # else what arrives in host memory, or is updated there, is where it is used
+    if own is Tier.HOST or (own is Tier.DISK and has_link):
         add(PASSES, "up", used * slice_numel, compute)
     if own is Tier.DISK:
         add(PASSES, "read", used * slice_numel, stored_itemsize(span, placement, setup))
@@ -158,15 +159,16 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
             if own is Tier.DISK:
                 add(STEP, "write", numel, compute)
             continue
-        add(PASSES, "down", arrivals * numel, fresh)
+        if has_link:
+            add(PASSES, "down", arrivals * numel, fresh)
         gradient = gradient_itemsize(span, tier, setup) or fresh
-        if span.is_whole and not setup.is_cpu:  # what is needed for the step comes up for it
+        if span.is_whole and has_link:  # what is needed for the step comes up for it
             add(STEP, "up", numel, master + states + gradient)
             add(STEP, "device", numel, touched + master)
             add(STEP, "down", numel, master + states)
         else:
             add(STEP, "host", numel, touched + gradient)
-        if own is Tier.DEVICE:
+        if own is Tier.DEVICE and has_link:
             add(STEP, "up", numel, compute)
         if tier is Tier.DISK:
             add(STEP, "read", numel, master + states)

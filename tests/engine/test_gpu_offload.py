@@ -142,3 +142,24 @@ def test_the_device_holds_no_optimizer_state(optimizer, params, tmp_path):
     # Masters and gradients; the optimizer's own state is never copied to the device.
     assert engine.context.storage.link.page_locked_bytes >= (8 * numel if optimizer == "cpu" else 0)
     engine.detach()
+
+
+def test_bf16_takes_six_bytes_per_parameter(tmp_path):
+    """Over the link: a float32 gradient down, a bf16 parameter up."""
+    case = Case(stage=2, dtype="bf16", offload_optimizer="cpu")
+    model, adam, engine = build(case, str(tmp_path))
+    meter = engine.context.storage.meter
+    for step in range(2):
+        engine.finish_step()
+        meter.reset()
+        ids = batch(step, 0, 0).cuda()
+        model(input_ids=ids, labels=ids).loss.backward()
+        adam.step()
+        adam.zero_grad()
+        engine.finish_step()
+    spans = list(engine.layout.spans)
+    narrow = sum(span.slice_numel for span in spans if span.spec.compute_dtype == "bfloat16")
+    wide = sum(span.slice_numel for span in spans) - narrow
+    assert narrow > wide
+    assert meter["down"].bytes + meter["up"].bytes == 6 * narrow + 8 * wide
+    engine.detach()

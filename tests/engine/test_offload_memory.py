@@ -78,17 +78,15 @@ def finish(engine: zero.Engine, case: Case) -> None:
 
 
 def expected(spans: list[Span], case: Case, world: int) -> dict[str, int]:
-    """What one step moves between this rank's tiers, from the layout alone. Parameters are on the device."""
+    """What one step moves between this rank's tiers, from the layout alone. Parameters are on the device, which is the host:
+    nothing crosses a link."""
     moved = dict.fromkeys(("down", "up", "read", "write"), 0)
     reduces = case.accumulation if case.stage >= 2 or world == 1 else 1
     for span in spans:
         numel = span.slice_numel
-        # Alone, gradients go down as they come; else as reduced, in float32.
-        moved["down"] += reduces * (itemsize(span.spec.compute_dtype) if world == 1 else 4) * numel
-        moved["up"] += itemsize(span.spec.compute_dtype) * numel
         if case.offload_optimizer == "disk":
-            # The gradient: written as it arrives, read by the step, and read for each that is added to it.
-            moved["read"] += (3 + reduces) * 4 * numel
+            # The gradient: written as it arrives, read by the step, for a norm, and for each that is added to it.
+            moved["read"] += (3 + reduces + (case.clip is not None)) * 4 * numel
             moved["write"] += (3 + reduces) * 4 * numel
     return moved
 
@@ -101,10 +99,6 @@ def moved_in_a_step(rank: int, world: int, cases: list[Case], folder: str) -> li
         wanted = expected(list(engine.layout.spans), case, world)
         if moved != wanted:
             wrong.append(f"rank {rank}: {case}: {moved}, expected {wanted}")
-        numel = sum(span.slice_numel for span in engine.layout.spans)
-        link = moved["down"] + moved["up"]
-        if case.dtype == "no" and case.offload_optimizer == "cpu" and case.accumulation == 1 and link != 8 * numel:
-            wrong.append(f"rank {rank}: {case}: {link} bytes over the link for {numel} elements, expected 8 of each")
     return wrong
 
 
@@ -119,23 +113,6 @@ def test_bytes_moved_in_a_step(pools, tmp_path, world):
     ]  # fmt: skip
     wrong = [line for lines in pools[world].run(moved_in_a_step, cases, str(tmp_path)) for line in lines]
     assert not wrong, "\n".join(wrong)
-
-
-def link_bytes(rank: int, world: int, folder: str) -> tuple[float, float]:
-    """(bytes over the link per parameter that autocast casts, the part of such parameters)."""
-    case = Case(stage=2, dtype="bf16", clip=0.5, offload_optimizer="cpu")
-    engine = train(case, rank, folder, 2, n_embd=256)
-    meter = engine.context.storage.meter
-    spans = list(engine.layout.spans)
-    narrow = sum(span.slice_numel for span in spans if span.spec.compute_dtype == "bfloat16")
-    wide = sum(span.slice_numel for span in spans) - narrow
-    return (meter["down"].bytes + meter["up"].bytes - 8 * wide) / narrow, narrow / (narrow + wide)
-
-
-def test_bf16_takes_six_bytes_per_parameter(two, tmp_path):
-    for per_parameter, part in two.run(link_bytes, str(tmp_path)):
-        assert per_parameter == 6.0
-        assert part > 0.95
 
 
 class CountingWire(PairWire):
@@ -168,12 +145,11 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
             own = span.slice_numel * itemsize(span.spec.compute_dtype)
             one_type = span.spec.compute_dtype == span.spec.master_dtype
             assert 1 <= gathers[span.index] <= 2
-            # Of one type with the master, it is one memory with it where that is the faster place, too.
-            rest = {("none", True): "none", ("cpu", True): "cpu"}.get((optimizer, one_type), params)
-            if rest != "none":
+            # Beside masters on the device nothing else is stored. Of one type with the master, it is one memory with it where
+            # that is the faster place, too.
+            rest = "cpu" if optimizer == "cpu" and one_type else "none" if optimizer == "none" else params
+            if rest == "cpu":
                 wanted["up"] += own * gathers[span.index]
-            if optimizer != "none":
-                wanted["down"] += 4 * span.slice_numel
             if optimizer == "disk":
                 wanted["read"] += 4 * 4 * span.slice_numel
                 wanted["write"] += 4 * 4 * span.slice_numel
@@ -181,8 +157,6 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
                 wanted["read"] += own * gathers[span.index]
                 if not one_type:
                     wanted["write"] += own
-            if rest != "none" and optimizer == "none":
-                wanted["down"] += own
         moved = {kind: int(count["bytes"]) for kind, count in meter.to_dict().items()}
         assert moved == wanted, (case, moved, wanted)
 
@@ -307,9 +281,10 @@ def beyond_plan(rank: int, world: int, folder: str) -> None:
             loss_of(model, rank, step).backward()
             finish(engine, case)
         rows = {(row.tier, row.kind): row for row in engine.report().tiers}
-        row = rows["host", "staging"]
         unit = max(sum(4 * span.slice_numel for span in unit.spans) for unit in engine.layout.units)
-        assert 0 <= row.predicted_peak - row.measured_peak <= 3 * unit, (case, row)
+        if row := rows.get(("host", "staging")):  # gradients that land in the host's own memory pass through none
+            assert 0 <= row.predicted_peak - row.measured_peak <= 3 * unit, (case, row)
+        assert row or optimizer != "disk"
         engine.detach()
 
 

@@ -80,9 +80,10 @@ def test_100_mb_on_5_nodes_of_20_mb():
     memory = made.memory
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) <= 20 * MB
     assert memory.at_peak(DISK) > 0
-    # Three float32 per element, wherever they are (arrays on disk are padded to pages); memory is used to its end.
+    # Three float32 per element, and a fourth where parameters are in memory and masters on disk; memory is used to its end.
     states = memory.rest[DEVICE], memory.rest[HOST], memory.rest[DISK]
-    assert sum(kinds["parameters"] + kinds["optimizer"] for kinds in states) == pytest.approx(3 * 20 * MB, rel=0.03)
+    total = sum(kinds["parameters"] + kinds["optimizer"] for kinds in states)
+    assert 3 * 20 * MB <= total <= 4 * 20 * MB
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) > 19 * MB
 
 
@@ -171,7 +172,9 @@ def test_gradients_alone():
     assert twice.traffic.down == 2 * once.traffic.down
     stepped = make(layout, 1, precision=BF16, offload_optimizer="cpu", step_in_backward=True)
     assert stepped.memory.rest[HOST]["gradients"] == 0
-    assert stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 8 + 2 * n * 2
+    assert (
+        stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 2 * 2 + 2 * n * 2
+    )  # parameters up, gradients down
 
 
 def test_arrays_on_disk_by_hand():
@@ -181,11 +184,11 @@ def test_arrays_on_disk_by_hand():
     assert made.memory.rest[DISK]["parameters"] == padded(2 * n)
     assert made.memory.rest[DISK]["gradients"] == padded(4 * n)
     assert made.memory.rest[HOST]["gradients"] == 0
-    # A block of gradients that are cast, the ring, the buffer that the one unit is read to, and that of its gradient.
-    staging = SIZES.block_numel * 4 + SIZES.slabs * SIZES.slab_numel * (12 + 2) + 2 * n + 2 * n
+    # The ring, the buffer that the one unit is read to, and that of its gradient.
+    staging = SIZES.slabs * SIZES.slab_numel * (12 + 4) + 2 * n + 2 * n
     assert made.memory.rest[HOST]["staging"] == staging
-    assert made.traffic.write == 12 * n + 2 * n + 2 * n
-    assert made.traffic.read == 12 * n + 2 * n + 2 * n  # its one unit is brought in once
+    assert made.traffic.write == 12 * n + 2 * n + 4 * n
+    assert made.traffic.read == 12 * n + 2 * n + 4 * n  # its one unit is brought in once
 
 
 def test_in_float32_one_memory_is_parameter_and_master():

@@ -18,7 +18,7 @@ from hf_zero.core.units import LIMITS, Limits
 from hf_zero.diagnostics import usage
 from hf_zero.plan.costs import STATES, TIERS
 from hf_zero.plan.plan import candidates
-from hf_zero.plan.work import ROADS
+from hf_zero.plan.work import LINKS, ROADS
 from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
 from tests.kit.families import mixtral, t5, vit
 from tests.kit.transports import Roads
@@ -47,8 +47,9 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         settings["keep_gathered"] = room(settings, share)
     model, optimizer, engine = build(**settings)
     recorder = engine.record()
+    meter = engine.context.storage.meter
     for step in range(4):
-        before = _across(engine)
+        before, moved_before = _across(engine), {road: meter[road].bytes for road in LINKS}
         backward(model, engine, rank, step, micros, defer=defer)
         now = usage.measure(engine)
         optimizer.step()
@@ -63,7 +64,8 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "rest": {tier.value: dict(memory.rest[tier]) for tier in TIERS},
         "planned peak": {tier.value: dict(memory.peak[tier]) for tier in TIERS},
         "peak": recorder.peak,
-        "bytes": recorder.last["bytes"],
+        # The thread that steps may be behind the recorder: what it moves is counted when it is done.
+        "bytes": {**recorder.last["bytes"], **{road: meter[road].bytes - moved_before[road] for road in LINKS}},
         "planned bytes": {road: getattr(traffic, road) for road in ROADS},
         "across": (_across(engine) - before, traffic.across),
         "highest": {tier.value: memory.at_peak(tier) for tier in TIERS},
@@ -136,6 +138,8 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
         for tier, kinds in found["peak"].items():
             told = {**found["planned peak"][tier], "all": found["highest"][tier]}
             for kind, measured in kinds.items():
+                if tier == "host" and "disk" in settings.values() and measured <= told[kind]:
+                    continue  # a slab is at most as long as a run of parameters of one group, which no layout knows
                 assert is_on_the_bar(kind, told[kind], measured, found["unit"], found["scalars"][tier]), (
                     tier,
                     kind,
@@ -148,14 +152,16 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
                 found["highest"][tier] if kind == "all" else found["planned peak"][tier][kind]
             )
         roads = {row["road"]: row for row in found["report"]["roads"]}
-        assert all(roads[road]["measured_bytes"] == moved for road, moved in found["bytes"].items() if moved)
+        sent = {road: moved for road, moved in found["bytes"].items() if moved and road not in LINKS}
+        assert all(roads[road]["measured_bytes"] == moved for road, moved in sent.items())
 
 
 def bytes_alive() -> int:
     """Of the storages of all tensors in this process."""
     storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():  # to look at a sharded parameter gathers nothing
+        for each in found:
             for tensor in (each, each.grad if each.is_leaf else None):
                 with contextlib.suppress(RuntimeError, NotImplementedError):  # a stand-in has no storage
                     if tensor is not None and tensor.device.type == "cpu":
@@ -225,7 +231,8 @@ def leaking(rank: int, world: int) -> tuple[int, int, int, int]:
     memory, _ = usage.predicted(engine)
     now, planned = usage.measure(engine)["device"]["gathered"], memory.peak[usage.Tier.DEVICE]["gathered"]
     highest = recorder.peak["device"]["gathered"]
-    return now - sum(each.gathered_bytes for each in kept), highest, planned, max(each.gathered_bytes for each in kept)
+    full = [sum(span.full_bytes for span in each.spans) for each in kept]
+    return now - sum(full), highest, planned, max(full)
 
 
 def test_units_that_are_never_released_are_seen(two) -> None:
