@@ -31,7 +31,7 @@ from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
-from .twin import Twin, copied, is_elementwise
+from .twin import Twin, copied, in_host, is_elementwise
 from .unit import Unit
 
 
@@ -292,9 +292,9 @@ class Stepper:
         numel, group, twin, sizes = master.numel(), piece.group, step.twin, self._storage.sizes
         width = sizes.block_numel if twin.is_fused(group) else sizes.loop_numel
         names = [name for name, value in entries.items() if is_elementwise(name, value, numel)]
-        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries)
+        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries) and not master.is_complex()
         kernel = twin.kernels[group] if has_moments and grad is not None else None
-        count = entries["step"] + 1 if kernel is not None else None
+        count = in_host(entries["step"]) + 1 if kernel is not None else None
         out: dict[str, Any] = {name: entries[name] for name in names}
         for low in range(0, max(numel, 1), width):  # one block of nothing makes state, too
             here = slice(low, min(low + width, numel))
@@ -333,7 +333,8 @@ class Stepper:
         for name, value in entries.items():
             if isinstance(value, Tensor):
                 is_slab = isinstance(piece.known.get(name), OnDisk)
-                state[name] = value.view(shape).to(device) if is_slab else value.to(device) if value.dim() else value
+                moves = value.dim() > 0 or _is_state_of_one(name, value, shape)
+                state[name] = value.view(shape).to(device) if is_slab else value.to(device) if moves else value
         with link.computing(step.after):
             values = master.view(shape).to(device)
             part = None if grad is None else grad.view(shape).to(device)
@@ -342,7 +343,8 @@ class Stepper:
                 master.view(shape).copy_(values)
             out: dict[str, Any] = {}
             for name, value in found.items():
-                if not isinstance(value, Tensor) or value.dim() == 0:
+                is_array = isinstance(value, Tensor) and (value.dim() > 0 or _is_state_of_one(name, value, shape))
+                if not is_array:
                     out[name] = copied(value)  # not a view of a slab's memory
                     continue
                 home = entries.get(name)
@@ -394,6 +396,11 @@ class Stepper:
             without_error(move.close)
         self._leaving.clear()
         self._ring.abandon()
+
+
+def _is_state_of_one(name: str, value: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a 0-dim state is of a 0-dim parameter's one element, and is not a count."""
+    return name != "step" and value.shape == torch.Size(shape)
 
 
 def _begin_thread(meter: Meter) -> None:
