@@ -285,6 +285,8 @@ class Schedule:
             return
         self.context.refuse_unsharded("a backward")
         self._is_first = not self._has_run_backward
+        if self._is_first:  # one that raised before was the only one: this takes its place
+            self._lost = None
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
         self._wire.watch.phase = "backward"
         self._task = backward_id()
@@ -531,11 +533,8 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            if not self._is_first:
-                self._lost = (
-                    "a backward of this step raised: its gradients are gone, "
-                    "and those of earlier backwards of the step with them"
-                )
+            others = "" if self._is_first else ", and those of earlier backwards of the step with them"
+            self._lost = f"a backward of this step raised: its gradients are gone{others}"
             self._has_run_backward = not self._is_first
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
