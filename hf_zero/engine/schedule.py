@@ -251,7 +251,7 @@ class Schedule:
                 inner, self._tail = self._tail, unit
                 if inner is not None and inner is not unit and not self._running[inner.index]:
                     inner.release()  # the last one inside this call
-        elif not any(each.unit is unit and not each.is_done for each in self._entered):
+        elif not any(each.index == unit.index and not each.is_done for each in self._entered):
             unit.release()
 
     def keep(self, unit: Unit, *, to_step: bool) -> None:
@@ -319,9 +319,9 @@ class Schedule:
         for use in listed:
             use.is_entered = use.is_done = False
         self._walk = sorted(listed, key=lambda use: -use.closed)
-        self._left = dict.fromkeys([use.unit for use in listed], 0)
+        self._left = dict.fromkeys([self.units[use.index] for use in listed], 0)
         for use in listed:
-            self._left[use.unit] += 1
+            self._left[self.units[use.index]] += 1
 
     def enter(self, use: Use) -> None:
         """The backward comes to the output of a use."""
@@ -333,8 +333,8 @@ class Schedule:
         # From before the last step, or passed in the order of the tape and reached after all.
         if not use.is_listed or (use.is_entered and use.is_done and self.frees):
             if use.reads:
-                self._need(use.unit)
-                self._kept.add(use.unit)
+                self._need(self.units[use.index])
+                self._kept.add(self.units[use.index])
             return
         if use.is_entered:
             return
@@ -355,10 +355,10 @@ class Schedule:
         if not self.frees:
             return
         if use.reads:
-            self._need(use.unit)
+            self._need(self.units[use.index])
         following = self._walk[self._walked] if self._walked < len(self._walk) else None
         if following is not None and following.reads and not skipped:
-            following.unit.gather()
+            self.units[following.index].gather()
 
     def _need(self, unit: Unit) -> None:
         if unit.state is not State.GATHERED:
@@ -367,12 +367,12 @@ class Schedule:
 
     def reach(self, unit: Unit) -> bool:
         """A backward reads what a graph saved of the unit's memory. Returns False if it had come to the unit by an output."""
-        if any(each.unit is unit for each in self._entered) and unit.state is State.GATHERED:
+        if any(each.index == unit.index for each in self._entered) and unit.state is State.GATHERED:
             return False
         if backward_id() >= 0:
             self.begin()
             for use in self._walk[self._walked :]:
-                if use.unit is unit and use.reads:
+                if use.index == unit.index and use.reads:
                     self.enter(use)  # in the order of the tape, like the ranks that come to its output
                     return True
         self._need(unit)
@@ -383,7 +383,7 @@ class Schedule:
         """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""
         use.is_done = True
         self._entered.remove(use)
-        unit = use.unit
+        unit = self.units[use.index]
         self._left[unit] -= 1
         if not self._left[unit] and self.sends:
             self._reduce_ready()
@@ -392,7 +392,7 @@ class Schedule:
 
     def _release_unless_entered(self, unit: Unit) -> None:
         for each in (*self._entered, *self._walk[self._walked : self._walked + 1]):
-            if each.unit is unit and each.reads:
+            if each.index == unit.index and each.reads:
                 return
         unit.release()
 
@@ -417,7 +417,7 @@ class Schedule:
     def _enter_nested(self, use: Use) -> None:
         """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
         if use.reads:
-            self._need(use.unit)
+            self._need(self.units[use.index])
         if not use.is_entered:
             use.is_entered = True
             self._entered.append(use)
@@ -426,11 +426,11 @@ class Schedule:
     def end_nested(self, use: Use) -> None:
         if use in self._entered:
             self._entered.remove(use)
-            unit = use.unit
+            unit = self.units[use.index]
             if self.frees and not self._left.get(unit):
                 if self.sends and unit.trained:
                     self._reduce(unit)
-                if not any(each.unit is unit for each in self._entered) and unit not in self._kept:
+                if not any(each.index == unit.index for each in self._entered) and unit not in self._kept:
                     unit.release()
 
     def end(self) -> None:

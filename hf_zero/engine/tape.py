@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..comm.wire import SoloWire
@@ -28,21 +28,17 @@ HIGHEST = (1 << 31) - 1
 class Use:
     """One forward of one unit."""
 
-    __slots__ = ("__weakref__", "_unit", "closed", "is_done", "is_entered", "is_listed", "opened", "reads", "token")
+    __slots__ = ("__weakref__", "closed", "index", "is_done", "is_entered", "is_listed", "opened", "reads", "token")
 
     def __init__(self, unit: Unit, opened: int, *, reads: bool = True) -> None:
-        self._unit, self.opened, self.closed = weakref.ref(unit), opened, opened  # a graph that is kept holds no engine
+        # Of the unit the number alone: a graph that is kept holds no engine.
+        self.index, self.opened, self.closed = unit.index, opened, opened
         self.reads = reads
         """A backward of it needs the values. That of an embedding does not."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
         self.is_entered = self.is_done = False
-
-    @property
-    def unit(self) -> Unit:
-        """The unit, of an engine that exists."""
-        return cast("Unit", self._unit())
 
     @property
     def is_reachable(self) -> bool:
@@ -115,7 +111,7 @@ class Tape:
         first = [0] * len(units)
         self.list_reachable()
         for use in self.uses:
-            index = use.unit.index
+            index = use.index
             first[index] = first[index] or use.opened
         answer = wire.start_maximum([*first, *marks])
 
@@ -134,7 +130,7 @@ class Tape:
         masks, seen = [0] * len(units), [0] * len(units)
         numbers: list[tuple[Use, int]] = []
         for use in self.uses:
-            index = use.unit.index
+            index = use.index
             numbers.append((use, seen[index]))
             if seen[index] < _MASK_BITS and use.is_reachable:
                 masks[index] |= 1 << seen[index]
@@ -153,11 +149,11 @@ class Tape:
                 for theirs in wire.exchange(masks):
                     agreed = [mine | other for mine, other in zip(agreed, theirs)]
             for use, number in numbers:
-                use.is_listed = number >= _MASK_BITS or bool(agreed[use.unit.index] >> number & 1)
+                use.is_listed = number >= _MASK_BITS or bool(agreed[use.index] >> number & 1)
             self.uses = [use for use in self.uses if use.is_listed]
             first: dict[int, int] = {}
             for use in self.uses:
-                first.setdefault(use.unit.index, use.opened)
+                first.setdefault(use.index, use.opened)
             return [units[index] for index in sorted(first, key=lambda index: -first[index])]
 
         return units_in_order
