@@ -400,10 +400,9 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
             )
     for row in out["traffic"]:
         if _is_above(row):
-            yield (
-                f"{LABELS[row['road']][0]}: {size_text(row['counted'])} per step, "
-                f"{size_text(row['predicted'])} planned ({row['off']:+.0%})."
-            )
+            share = "" if row["off"] is None else f" ({row['off']:+.0%})"
+            counted, planned = size_text(row["counted"]), size_text(row["predicted"])
+            yield f"{LABELS[row['road']][0]}: {counted} per step, {planned} planned{share}."
     spent = out["time"]
     planned_s = spent["predicted_step_s"]
     if planned_s and spent["step_s"] > (1 + TOLERANCE) * planned_s:
