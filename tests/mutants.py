@@ -334,8 +334,8 @@ MUTANTS = (
     Mutant(
         "a step uses what a backward that raised has left",
         "engine/schedule.py",
-        "            self.lost = (",
-        "            self.lost = None and (",
+        '            self._lost = f"a backward of this step raised',
+        '            self._lost = None and f"a backward of this step raised',
     ),
     Mutant(
         "hooks stay after detach",

@@ -343,8 +343,7 @@ class Stepper:
                 master.view(shape).copy_(values)
             out: dict[str, Any] = {}
             for name, value in found.items():
-                is_array = isinstance(value, Tensor) and (value.dim() > 0 or _is_state_of_one(name, value, shape))
-                if not is_array:
+                if not isinstance(value, Tensor) or value.dim() == 0:
                     out[name] = copied(value)  # not a view of a slab's memory
                     continue
                 home = entries.get(name)
