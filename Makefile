@@ -75,7 +75,7 @@ audit: $(READY) ## dependencies that contradict each other, and those with known
 	@$(BIN)/pip-audit --skip-editable --local || { echo "audit: above are the holes, or why nothing was looked up"; exit 1; }
 
 .PHONY: style
-style: $(READY) ## format, and mend what can be mended without a person
+style: $(READY) ## format, and apply automatic fixes
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 

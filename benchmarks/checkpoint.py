@@ -165,7 +165,7 @@ class Rank:
 
     def copy(self) -> float:
         """The bytes that an asynchronous save keeps, copied once into new memory."""
-        masters = [flat.values() for unit in self.engine.units for flat in unit.flats]
+        masters = [span.values() for unit in self.engine.units for span in unit.spans]
         states = [v for s in self.optimizer.state.values() for v in s.values() if v.numel() > 1]
 
         def work() -> None:

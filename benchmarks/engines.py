@@ -150,7 +150,6 @@ def _hf_zero(stage: int, spare_memory: str | None = None, *, sockets: bool = Fal
     def build(job: Job, model: nn.Module) -> Step:
         import hf_zero as zero
         from hf_zero.comm.group_wire import PairWire
-        from hf_zero.runtime.transports import Roads
 
         class Sockets(PairWire):
             is_direct = False
@@ -159,9 +158,9 @@ def _hf_zero(stage: int, spare_memory: str | None = None, *, sockets: bool = Fal
         engine = zero.shard(
             model,
             optimizer,
-            zero.ZeroConfig(stage=stage, device_memory=spare_memory),
+            zero.ZeroConfig(stage=stage, keep_gathered=spare_memory),
             mixed_precision="bf16" if job.mixed else "no",
-            roads=Roads(wire=Sockets) if sockets else None,
+            **({"open_wire": Sockets} if sockets else {}),
         )
         no_sync = partial(engine.no_sync, defer=spare_memory is not None)
         return _loop(job, model, optimizer, no_sync=no_sync, clip=engine.clip_grad_norm_)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
     from .checkpoint.folder import verify as verify
     from .checkpoint.series import latest_checkpoint as latest_checkpoint
     from .checkpoint.series import prune_checkpoints as prune_checkpoints
+    from .compat.preemption import on_preemption as on_preemption
     from .config import ZeroConfig as ZeroConfig
+    from .engine.optimizer_kinds import register_optimizer as register_optimizer
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import LayoutError as LayoutError
@@ -46,21 +48,22 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
     from .params.access import set_local_gradient as set_local_gradient
     from .params.access import set_local_optimizer_state as set_local_optimizer_state
     from .params.access import set_local_parameter as set_local_parameter
+    from .params.engine import Engine as Engine
+    from .params.engine import engine_of as engine_of
     from .params.gathered import GatheredParameters as GatheredParameters
     from .params.gathered import unsharded as unsharded
     from .params.init import Init as Init
+    from .params.shard import shard as shard
     from .plan.report import Report as Report
-    from .runtime.engine import Engine as Engine
-    from .runtime.engine import engine_of as engine_of
-    from .runtime.engine import on_preemption as on_preemption
-    from .runtime.shard import shard as shard
 
 # Loaded at first use: the command line answers without torch, the engine works without accelerate and transformers.
 _NAMES = {
     "checkpoint.export": ("card_for", "export"),
     "checkpoint.folder": ("verify",),
     "checkpoint.series": ("latest_checkpoint", "prune_checkpoints"),
+    "compat.preemption": ("on_preemption",),
     "config": ("ZeroConfig",),
+    "engine.optimizer_kinds": ("register_optimizer",),
     "errors": (
         "CheckpointError",
         "ConfigError",
@@ -92,11 +95,11 @@ _NAMES = {
         "set_local_optimizer_state",
         "set_local_parameter",
     ),
+    "params.engine": ("Engine", "engine_of"),
     "params.gathered": ("GatheredParameters", "unsharded"),
     "params.init": ("Init",),
+    "params.shard": ("shard",),
     "plan.report": ("Report",),
-    "runtime.engine": ("Engine", "engine_of", "on_preemption"),
-    "runtime.shard": ("shard",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -23,7 +23,7 @@ DTYPES = tuple(dict.fromkeys(_DTYPES.values()))
 
 @dataclass(frozen=True, slots=True)
 class StagePolicy:
-    """What a stage means to the runtime; nothing else asks for the number."""
+    """What a stage means to the engine; nothing else asks for the number."""
 
     shard: bool
     """Each rank owns 1/N of the optimizer state (False: plain data parallel, every rank owns all of it)."""
@@ -244,15 +244,14 @@ class ZeroConfig:
     device_memory: int | str | None = field(
         default=None,
         metadata={
-            "help": "Device memory per rank, such as 24GiB: what auto may use (default: what is free, less a margin). Without "
-            "auto, stage 3 keeps units gathered from forward to backward where it has room to spare (default: no budget)."
+            "help": "Device memory per rank, such as 24GiB, that auto may use. Default: free memory, less a margin."
         },
     )
     keep_gathered: int | str | None = field(
         default=None,
         metadata={
             "help": "Stage 3: device memory per rank, such as 4GiB, for units that stay gathered from forward to backward. "
-            "They are gathered once a pass instead of twice. zero.shard refuses it so far: set device_memory. Default: none."
+            "They are gathered once a pass instead of twice. Default: none stay."
         },
     )
     host_memory: int | str | None = field(
@@ -291,9 +290,8 @@ class ZeroConfig:
     debug: bool = field(
         default=False,
         metadata={
-            "help": "Look for wrong numbers, at the cost of time: what ranks must have alike is compared, the first value that "
-            "is not finite named with unit, rank and step, the first updates compared with plain training's. Results stay "
-            "the same to the bit."
+            "help": "Check numbers, at the cost of time: values that ranks must have alike are compared, and the first value "
+            "that is not finite is reported with unit, rank and step. Results stay the same to the bit."
         },
     )
 

@@ -27,19 +27,11 @@ class RankMismatchError(ZeroError, RuntimeError):
 
 
 class NumericsError(ZeroError, ArithmeticError):
-    """Wrong numbers, found by `debug=True`: not finite, or other than plain training's. Raised on every rank."""
+    """A value that is not finite, found by `debug=True`. Raised on every rank."""
 
 
 class StallError(ZeroError, RuntimeError):
     """Ranks that wait for each other and will not meet, or for one that has ended. Raised on every rank that lives."""
-
-
-def is_told(error: StallError) -> bool:
-    """Whether it was raised while another StallError was on its way to the program."""
-    before = error.__context__
-    while before is not None and not isinstance(before, StallError):
-        before = before.__context__
-    return before is not None
 
 
 class UnsupportedOptimizerError(ZeroError, TypeError):

@@ -24,7 +24,7 @@ from tests.kit.pool import RankPool  # noqa: E402
 torch.set_num_threads(1)
 hypothesis.settings.load_profile("ci")
 """The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
-LONG = ("test_programs.py", "torture", "scripts", "huggingface", "runtime", "random", "checkpoint")
+LONG = ("test_programs.py", "torture", "scripts", "huggingface", "engine", "random", "checkpoint")
 """Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""
 
 

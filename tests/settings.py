@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+KEEPS = "keep_gathered"
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 3, 4),
     "stage": (0, 1, 2, 3),
@@ -39,7 +40,7 @@ class Setting:
     Attributes:
         ranks: processes.
         tier: where masters, gradients and optimizer state are stored; behind the slash, parameters between uses (stage 3).
-        kept: `device_memory` leaves room to keep units gathered from forward to backward (stage 3).
+        kept: `keep_gathered` leaves room to keep units gathered from forward to backward (stage 3).
         deferred: the model is built under `zero.Init`.
         debug: ranks compare what they must have alike.
     """
@@ -90,7 +91,7 @@ class Setting:
             "offload_dir": offload_dir,
             "replicas": self.replicas,
             "wire": self.wire,
-            "device_memory": "1GiB" if self.kept else None,
+            KEEPS: "1GiB" if self.kept else None,
             "stall_s": 20.0,
             "debug": self.debug,
         }

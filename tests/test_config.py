@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import torch
 
 import hf_zero as zero
 from hf_zero.config import STAGES
@@ -48,11 +47,3 @@ def test_patterns_of_weights_in_full_precision():
     for wrong in (None, 3, (1,)):
         with pytest.raises(zero.ConfigError, match="full_precision must be names or patterns"):
             zero.ZeroConfig(full_precision=wrong)
-
-
-def test_a_setting_of_the_next_engine_is_refused():
-    """`zero.shard` would ignore `keep_gathered`."""
-    model = torch.nn.Linear(4, 4)
-    with pytest.raises(zero.ConfigError, match=r"keep_gathered=1048576 .*device_memory"):
-        zero.shard(model, None, zero.ZeroConfig(stage=3, keep_gathered="1MiB"))
-    assert type(model.weight) is torch.nn.Parameter  # nothing was sharded

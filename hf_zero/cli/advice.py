@@ -90,7 +90,6 @@ class Asked:
             options.optimizer_tensors,
             batch,
             options.accumulation,
-            node_ranks=options.world_size // options.nodes if options.nodes > 1 else 1,
         )
 
 

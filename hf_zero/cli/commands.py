@@ -26,7 +26,6 @@ class PlanOptions:
     model: str | None = None
     parameters: str | None = None
     world_size: int = 8
-    nodes: int = 1
     zero_stage: int | None = None
     mixed_precision: str = "no"
     zero_offload_optimizer: str = "none"
@@ -38,6 +37,7 @@ class PlanOptions:
     zero_replicas: int = 1
     zero_wire: str = "none"
     device_memory: str | None = None
+    keep_gathered: str | None = None
     host_memory: str | None = None
     disk_space: str | None = None
     optimizer_tensors: int = 2
@@ -79,7 +79,7 @@ class SimulateOptions:
     zero_units: str = ""
     zero_replicas: int = 1
     zero_wire: str = "none"
-    device_memory: str | None = None
+    keep_gathered: str | None = None
     scaling: str = "none"
     plot: str | None = None
     json: bool = False

@@ -88,7 +88,6 @@ def plan(
     model: Annotated[str | None, _path("Size, built-in name, folder, file or Hub id.", "MODEL")] = None,
     parameters: Annotated[str | None, _flag("Instead of MODEL: a number of parameters, such as 7.5B.", "N")] = None,
     world_size: Annotated[int, _flag("Number of ranks.", most=MOST_RANKS)] = 8,
-    nodes: Annotated[int, _flag("Number of machines, with equal numbers of ranks.", most=MOST_RANKS)] = 1,
     zero_stage: Annotated[int | None, _flag("Only this stage, with all details.", "[0|1|2|3]")] = None,
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")] = "no",
     zero_offload_optimizer: Annotated[Offload, _setting("offload_optimizer")] = "none",
@@ -104,6 +103,7 @@ def plan(
     ] = 1,
     zero_wire: Annotated[Wire, _setting("wire", "Format in which gradients and weights travel.")] = "none",
     device_memory: Annotated[str | None, _size("Device memory per rank, such as 24GiB.")] = None,
+    keep_gathered: Annotated[str | None, _size("Of it, room for units that stay gathered.")] = None,
     host_memory: Annotated[str | None, _size("Host memory per rank.")] = None,
     disk_space: Annotated[str | None, _size("Space per rank in the offload folder.")] = None,
     optimizer_tensors: Annotated[int, _flag("State tensors per parameter; Adam has 2.", most=100)] = 2,
@@ -132,7 +132,7 @@ def plan(
     Examples:
       hf-zero plan 7B --mixed-precision bf16
       hf-zero plan llama-3-8b --world-size 4 --device-memory 24GiB --batch 4 --sequence 4096
-      hf-zero plan llama-3-8b --world-size 32 --nodes 4 --zero-stage 3 --device-memory 24GiB
+      hf-zero plan llama-3-8b --world-size 32 --zero-stage 3 --keep-gathered 4GiB
       hf-zero plan out/checkpoint-500 --zero-stage 3 --zero-offload-optimizer cpu
       hf-zero plan gpt2-xl --sweep --plot sweep.png
 
@@ -190,7 +190,7 @@ def simulate(
     zero_units: Annotated[str, _setting("units", metavar="NAMES")] = "",
     zero_replicas: Annotated[int, _setting("replicas", metavar="R", most=1 << 14)] = 1,
     zero_wire: Annotated[Wire, _setting("wire")] = "none",
-    device_memory: Annotated[str | None, _size("Device memory per rank: room to keep units gathered.")] = None,
+    keep_gathered: Annotated[str | None, _size("Device memory per rank for units that stay gathered.")] = None,
     scaling: Annotated[
         Literal["none", "weak", "strong"],
         _flag("1 to --world-size ranks; weak: --batch rows for each; strong: --batch rows for all."),
@@ -211,7 +211,7 @@ def simulate(
       hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
       hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
       hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak
-      hf-zero simulate gpt3-1.3b --world-size 64 --nodes 8 --zero-stage 3 --device-memory 16GiB
+      hf-zero simulate gpt3-1.3b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
     """
     options = SimulateOptions(**locals())
     from .simulate import run

@@ -36,8 +36,6 @@ def run(options: PlanOptions) -> int:
     writable(options.plot)
     if options.world_size < 1:
         raise ConfigError(f"--world-size must be at least 1, found {options.world_size}")
-    if options.nodes < 1 or options.world_size % options.nodes:
-        raise ConfigError(f"{options.world_size} ranks do not divide by {options.nodes} nodes")
     options.config(max(STAGES), offload_optimizer="none", offload_params="none").check_world_size(options.world_size)
     if options.zero_stage is not None:
         options.config(options.zero_stage).check_world_size(
@@ -238,11 +236,6 @@ def show_plan(made: Plan, model: Model, source: str) -> None:
             for road in ("compute", *ROADS, "device", "host")
             if road in alone
         ]
-        if made.traffic.node:
-            rows.insert(
-                1 + [row[0] for row in rows].index("gather"),
-                ["of these, within nodes", short_size(made.traffic.node), ""],
-            )
         whole = [["step, overlapped", "", seconds(made.step_s)]] if made.step_s is not None else []
         table(console, "one step", ("", "moved per rank", "seconds alone"), rows, whole)
     for line in made.reasons:

@@ -249,7 +249,6 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "slowest": [{"step": s["step"], "seconds": s["seconds"], "most": _largest_part(s)} for s in slowest],
         "ranks": [_rank_row(each) for each in runs],
         "notes": notes,
-        "moves": [f"rank {r.rank}, {move}" for r in runs for step in r.steps for move in step.get("moves", ())],
     }
     out["warnings"] = list(_warnings(out))
     out["verdict"] = [{"topic": topic, "ok": ok, "text": text} for topic, ok, text in _verdict(out)]
@@ -401,10 +400,9 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
             )
     for row in out["traffic"]:
         if _is_above(row):
-            yield (
-                f"{LABELS[row['road']][0]}: {size_text(row['counted'])} per step, "
-                f"{size_text(row['predicted'])} planned ({row['off']:+.0%})."
-            )
+            share = "" if row["off"] is None else f" ({row['off']:+.0%})"
+            counted, planned = size_text(row["counted"]), size_text(row["predicted"])
+            yield f"{LABELS[row['road']][0]}: {counted} per step, {planned} planned{share}."
     spent = out["time"]
     planned_s = spent["predicted_step_s"]
     if planned_s and spent["step_s"] > (1 + TOLERANCE) * planned_s:

@@ -166,7 +166,7 @@ def verdict(out: dict[str, Any], console: Console) -> None:
         mark, style = MARKS[said["ok"]]
         line = Text.assemble((f"{mark} ", style), (f"{said['topic']}: ", "bold"), said["text"])
         console.print(line, highlight=False)
-    for kind, label in (("warnings", "warning"), ("moves", "moved"), ("notes", "note")):
+    for kind, label in (("warnings", "warning"), ("notes", "note")):
         for line in out.get(kind, ()):
             text(console, f"{label}: {line}", "yellow" if kind == "warnings" else None)
 

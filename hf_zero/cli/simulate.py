@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,13 @@ from torch.utils.flop_counter import flop_registry
 
 from ..comm.recorded import absent_ranks, recorded_wire
 from ..config import ZeroConfig
+from ..diagnostics.usage import predicted
 from ..errors import ConfigError, needs
+from ..params.engine import Engine
+from ..params.shard import shard
 from ..plan.configs import CONFIGS
 from ..plan.machine import Machine
 from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Processor, StepTime, Waited, replay
-from ..runtime.engine import Engine
-from ..runtime.shard import shard
-from ..runtime.transports import Roads
-from ..runtime.usage import predicted
 from ..tiers.tier import Tier
 from .commands import SimulateOptions, print_json
 from .files import writable
@@ -111,20 +110,16 @@ def recorded_step(
     accumulation: int,
     *,
     collectives: bool = False,
-    node_ranks: int | None = None,
 ) -> tuple[Record, Engine]:
     """One steady step of fused AdamW without clipping, over the process group that is open. A collective, like its steps.
 
     Args:
         collectives: see `recorded_wire`.
-        node_ranks: so many neighbours share a machine; None: as ranks say themselves.
     """
     record = Record()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    roads = Roads(wire=partial(recorded_wire, record, collectives=collectives))
-    if node_ranks is not None:
-        roads = replace(roads, node_names=lambda wire: [str(rank // node_ranks) for rank in range(wire.size)])
-    engine = shard(model, optimizer, config, mixed_precision=mixed_precision, roads=roads)
+    open_wire = partial(recorded_wire, record, collectives=collectives)
+    engine = shard(model, optimizer, config, mixed_precision=mixed_precision, open_wire=open_wire)
     for _ in range(WARM_UP_STEPS):
         _step(engine, optimizer, loss, accumulation)
     record.events = []
@@ -243,7 +238,7 @@ def run(options: SimulateOptions) -> None:
     writable(options.plot)
     given: dict[str, Any] = {"stage": options.zero_stage, "replicas": options.zero_replicas, "wire": options.zero_wire}
     given["units"] = options.zero_units
-    config = ZeroConfig(**given, device_memory=options.device_memory)
+    config = ZeroConfig(**given, keep_gathered=options.keep_gathered)
     config.check_world_size(options.world_size)
     hardware = _hardware(options)
     empty = _empty(options.model)
@@ -309,7 +304,6 @@ def _simulated(
             options.mixed_precision,
             options.accumulation,
             collectives=hardware.collectives,
-            node_ranks=ranks // nodes,
         )
         peak_bytes = predicted(engine, options.accumulation)[0].at_peak(Tier.DEVICE)
     network = Network(ranks, nodes, hardware.near, LINKS[options.network], options.adapters)

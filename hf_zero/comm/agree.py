@@ -126,20 +126,17 @@ def same_structure(
     digests = wire.exchange(digest)
     if len(set(digests)) == 1:
         return
-    everyone: list[list[str]] = wire.exchange(lines)
+    same_lines(wire.exchange(lines))
+
+
+def same_lines(everyone: Sequence[list[str]]) -> None:
+    """
+    Raises:
+        RankMismatchError: ranks have other lines; with the first difference.
+    """
     for rank, theirs in enumerate(everyone[1:], start=1):
         if theirs != everyone[0]:
             raise RankMismatchError(_first_difference(everyone[0], theirs, rank))
-
-
-def same_answer(wire: SoloWire, mine: bool, what: str) -> None:
-    """Raises:
-    RankMismatchError: on every rank, where ranks answer `what` differently.
-    """
-    answers: list[bool] = wire.exchange(mine)
-    for rank, theirs in enumerate(answers):
-        if theirs is not answers[0]:
-            raise RankMismatchError(f"ranks differ in {what}: rank 0 says {answers[0]}, rank {rank} says {theirs}")
 
 
 def _which(optimizer: int) -> str:

@@ -24,10 +24,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -68,7 +67,7 @@ class Direct:
         self._of = {peer.rank: peer for peer in peers}
         self._posts = [Note(peer, home.rank) for peer in peers]
         self._answers = [Note(peer, home.rank) for peer in peers]  # of the other thread
-        self._begun: defaultdict[int, int] = defaultdict(int)
+        self._lines: dict[int, Line] = {}
 
     def gather(self, full: Tensor, own: Tensor, span: int, cuts: Cuts, kind: str) -> Inflight:
         """As `SoloWire.gather`; `own` is in its place in `full` already, and `cuts` are given. Counts its waits as `kind`."""
@@ -113,20 +112,21 @@ class Direct:
 
     def _exchange(self, key: int, sent: Tensor, take: Callable[[Addresses], None], kind: str, span: int) -> Inflight:
         """Let the others read `sent`; when they all let this rank read theirs, `take` it (in the reader's thread)."""
-        self._begun[key] = number = self._begun[key] + 1
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line(self, key, span)
+        line.begun = number = line.begun + 1
         # The slot holds message `number - _SLOTS` until that is taken: written over sooner, its reader would never find it.
-        if number > _SLOTS:
-            Taken(self, key, number - _SLOTS, None, kind, span).wait()
+        if number - _SLOTS > line.taken:
+            line.wait(partial(line.until_taken, number - _SLOTS), kind)
         step = self.watch.step % _STEPS
         word = sent.data_ptr() | step << _ADDRESS_BITS | (number % _NUMBERS) << _ADDRESS_BITS + 8
-        at = self.board.slot(key, number)
-        # From here on the others read `sent`, at any moment until `Taken` says that they have: it must be final before.
+        # From here on the others read `sent`, at any moment until they have said that they have: it must be final before.
         for post in self._posts:
-            post.write(word, at)
-        arrival = Arrival(self, key, number, step, take, kind, span)
-        self.reader.arrivals.put(weakref.ref(arrival))
-        # `Taken` holds `sent`: let go of, its memory could be somebody else's while another rank still reads it.
-        return Inflight((arrival,), (Taken(self, key, number, sent, kind, span),))
+            post.write(word, line.slots[number % _SLOTS])
+        message = Message(line, number, step, sent, take, kind)
+        self.reader.arrivals.put(weakref.ref(message))
+        return message
 
     def find(self, key: int, number: int, step: int) -> dict[int, int] | None:
         """Where the messages of this number and step lie, by rank; None: not all are there."""
@@ -163,107 +163,131 @@ class Direct:
                 raise RuntimeError(f"connection closed by peer: the process of rank {peer.rank} is gone")
 
 
-class Arrival(Wait):
-    """Messages of one key and number from all other ranks: under way until the reader's thread has taken them.
+class Message(Inflight):
+    """Messages of one key and number, to and from all other ranks.
 
-    The thread does not hold it: what nobody can wait for any more (an engine that went in the middle of a pass) is given up.
+    Those that come are under way until the reader's thread has taken them. The thread does not hold it: what nobody can
+    wait for any more (an engine that went in the middle of a pass) is given up. A `Wait` is made only where this rank
+    must block.
+
+    Args:
+        sent: what the others read until `close`. Its memory must live, and stay as it is, until then.
+        take: what the thread does with those that came.
     """
 
-    __slots__ = ("__weakref__", "_blocked", "_direct", "_error", "_is_over", "_key", "_number", "_step", "_take")
+    __slots__ = (
+        "__weakref__",
+        "_blocked",
+        "_error",
+        "_is_over",
+        "_kind",
+        "_line",
+        "_number",
+        "_sent",
+        "_step",
+        "_take",
+    )
 
-    def __init__(
-        self,
-        direct: Direct,
-        key: int,
-        number: int,
-        step: int,
-        take: Callable[[Addresses], None],
-        kind: str,
-        span: int,
-    ) -> None:
-        super().__init__(self._block, direct.traffic, direct.watch, kind, span)
-        self._direct, self._key, self._number, self._step, self._take = direct, key, number, step, take
+    def __init__(self, line: Line, number: int, step: int, sent: Tensor, take: Callable[[Addresses], None], kind: str):
+        self._line, self._number, self._step, self._take, self._kind = line, number, step, take, kind
+        self._sent: Tensor | None = sent
         self._error: Exception | None = None
         self._is_over = False
         self._blocked: threading.Lock | None = None
 
     @property
-    def line(self) -> tuple[Direct, int]:
-        """What it is one of: messages of a key of one wire."""
-        return self._direct, self._key
+    def ready(self) -> bool:
+        """As `Inflight.ready`."""
+        return self._sent is None
 
     def wait(self) -> None:
-        """As `Wait.wait`."""
+        """As `Inflight.wait`."""
         if self._is_over and self._error is None:
-            self._watch.done += 1
+            self._line.direct.watch.done += 1
         else:
-            super().wait()
+            self._line.wait(self._until_here, self._kind)
 
-    def _block(self) -> None:
+    def close(self) -> None:
+        """As `Inflight.close`."""
+        if self._sent is None:
+            return
+        self.wait()
+        line, number = self._line, self._number
+        words = line.words
+        for at in line.answers:
+            if words[at] < number or words[at + 1] != ~words[at]:
+                line.wait(partial(line.until_taken, number), self._kind)
+                break
+        line.taken = max(line.taken, number)
+        self._sent = None
+
+    def _until_here(self) -> None:
         blocked = threading.Lock()
         blocked.acquire()
         self._blocked = blocked
         while not self._is_over:  # looked at after the lock is shown: the thread does it the other way round
             if not blocked.acquire(timeout=_ALIVE_S):
-                self._direct.check()
+                self._line.direct.check()
         if self._error is not None:
             raise self._error
 
+    @property
+    def line(self) -> Line:
+        return self._line
+
     def look(self) -> bool:
         """In the thread. Whether it is over now: taken, failed, or given up."""
+        direct, key = self._line.direct, self._line.key
         try:
-            if self._direct.watch.verdict is not None:
-                self._direct.check()
-            addresses = self._direct.find(self._key, self._number, self._step)
+            if direct.watch.verdict is not None:
+                direct.check()
+            addresses = direct.find(key, self._number, self._step)
             if addresses is None:
                 return False
             self._take(addresses)
             # Only now: with the answer the senders write to their memory again.
-            self._direct.answer(self._key, self._number)
+            direct.answer(key, self._number)
         except Exception as error:  # whoever waits raises it
             self._error = error
         self._take = lambda addresses: None  # it holds the tensors
-        # After `_error`, which whoever sees this reads without a lock; before `_blocked` is looked at, see `_block`.
+        # After `_error`, which whoever sees this reads without a lock; before `_blocked` is looked at, see `_until_here`.
         self._is_over = True
         if self._blocked is not None:
             self._blocked.release()
         return True
 
 
-class Taken(Wait):
-    """All other ranks have read this rank's message of that number, and those before it.
+class Line:
+    """All messages of one key of one wire, in order.
 
-    Args:
-        values: what is read till then.
+    Attributes:
+        begun: the number of the last one.
+        taken: a number up to which all other ranks are known to have read this rank's.
+        slots: by number, where its words lie on a board.
+        answers: by peer, where this rank's board says what that has taken.
     """
 
-    __slots__ = ("_direct", "_key", "_number", "_values")
+    __slots__ = ("answers", "begun", "direct", "key", "slots", "span", "taken", "words")
 
-    def __init__(self, direct: Direct, key: int, number: int, values: Tensor | None, kind: str, span: int) -> None:
-        super().__init__(self._block, direct.traffic, direct.watch, kind, span)
-        self._direct, self._key, self._number, self._values = direct, key, number, values
+    def __init__(self, direct: Direct, key: int, span: int) -> None:
+        board = direct.board
+        self.direct, self.key, self.span, self.words = direct, key, span, board.words
+        self.begun = self.taken = 0
+        self.slots = [board.slot(key, number) for number in range(_SLOTS)]
+        self.answers = [board.taken(key) + 2 * peer.rank for peer in direct.peers]
 
-    def wait(self) -> None:
-        """As `Wait.wait`."""
-        words, first = self._direct.board.words, self._direct.board.taken(self._key)
-        for peer in self._direct.peers:
-            at = first + 2 * peer.rank
-            if words[at] < self._number or words[at + 1] != ~words[at]:
-                super().wait()
-                break
-        else:
-            self._watch.done += 1
-        self._values = None
+    def wait(self, call: Callable[[], None], kind: str) -> None:
+        Wait(call, self.direct.traffic, self.direct.watch, kind, self.span).wait()
 
-    def _block(self) -> None:
-        words, start = self._direct.board.words, time.perf_counter()
-        looked = start
-        for peer in self._direct.peers:
-            at = self._direct.board.taken(self._key) + 2 * peer.rank
-            while words[at] < self._number or words[at + 1] != ~words[at]:
+    def until_taken(self, number: int) -> None:
+        """Return when all other ranks have read this rank's message of that number, and those before it."""
+        words = self.words
+        looked = start = time.perf_counter()
+        for at in self.answers:
+            while words[at] < number or words[at + 1] != ~words[at]:
                 now = time.perf_counter()
                 if now - looked > _ALIVE_S:
-                    self._direct.check()
+                    self.direct.check()
                     looked = now
                 time.sleep(pause_s(now - start))
 
@@ -274,7 +298,7 @@ class Reader:
     def __init__(self, owner: object) -> None:
         self.boards: list[Board] = []
         """What tells the others that messages are taken here, until `_end`."""
-        self.arrivals: SimpleQueue[weakref.ref[Arrival] | None] = SimpleQueue()
+        self.arrivals: SimpleQueue[weakref.ref[Message] | None] = SimpleQueue()
         self._process = os.getpid()
         self._thread = threading.Thread(target=_take_all, args=(self.arrivals,), name="hf_zero reader", daemon=True)
         self._thread.start()
@@ -291,8 +315,8 @@ class Reader:
 
 
 @torch.no_grad()
-def _take_all(arrivals: SimpleQueue[weakref.ref[Arrival] | None]) -> None:
-    waiting: list[weakref.ref[Arrival]] = []
+def _take_all(arrivals: SimpleQueue[weakref.ref[Message] | None]) -> None:
+    waiting: list[weakref.ref[Message]] = []
     moved = time.perf_counter()
     while True:
         try:
@@ -304,7 +328,7 @@ def _take_all(arrivals: SimpleQueue[weakref.ref[Arrival] | None]) -> None:
                 waiting.append(arrival)
         except Empty:
             pass
-        held: set[tuple[Direct, int]] = set()
+        held: set[Line] = set()
         left = [arrival for arrival in waiting if not _is_over(arrival, held)]
         now = time.perf_counter()
         if len(left) < len(waiting):
@@ -314,7 +338,7 @@ def _take_all(arrivals: SimpleQueue[weakref.ref[Arrival] | None]) -> None:
         waiting = left
 
 
-def _is_over(awaited: weakref.ref[Arrival], held: set[tuple[Direct, int]]) -> bool:
+def _is_over(awaited: weakref.ref[Message], held: set[Line]) -> bool:
     """Whether the thread is done with it. Else it holds up all later ones of its key: see `Direct.answer`."""
     arrival = awaited()  # no longer than here: the last to hold it may let go
     if arrival is None:

@@ -7,14 +7,10 @@ depend on the network; all replicas get the same bits in any case: their masters
 
 Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud" (arXiv 2205.00119), section 3; PyTorch's
 HYBRID_SHARD (Zhao et al., arXiv 2304.11277, section 3.2.2).
-
-And ranks that share a machine: a unit whose gathered values are cut among the ranks of each node needs no other node to be
-whole again: Wang et al., "ZeRO++" (arXiv 2306.10209), section 3.2, hierarchical weight partition for backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -137,30 +133,3 @@ class HybridWire(SoloWire):
     def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
         if self.replica == 0:  # the others have the same
             self.shard_group.collect(own, full, tag, cuts)
-
-
-# Nodes ----------------------------------------------------------------------------------------------------------------
-
-
-def open_node(wire: SoloWire, names: Sequence[str]) -> None:
-    """`wire.node` is the wire within this rank's node afterwards. A collective.
-
-    It stays None unless all nodes have the same number of ranks, more than one, which divides the ranks that parameters are
-    sharded among and is less than these, and the ranks of a node are neighbours.
-
-    Args:
-        names: of each rank's node; the same on every rank, and so is what follows from them.
-    """
-    shards = wire.size if wire.shard_group is None else wire.shard_group.size
-    count = names.count(names[0])
-    first_of = [names[rank - rank % count] for rank in range(wire.size)]
-    if not 1 < count < shards or shards % count or [*names] != first_of or len({*names}) * count != wire.size:
-        return
-    world = cast(GroupWire, wire.world if isinstance(wire, HybridWire) else wire)
-    ranks = range(wire.size)
-    within = world.among([ranks[at : at + count] for at in ranks[::count]])
-    within.gather_kind = "node"
-    wire.traffic.kinds.setdefault("node", Count())
-    first = wire.rank - wire.rank % count
-    wire.watch.among["node"] = f" within the node (ranks {', '.join(map(str, ranks[first : first + count]))})"
-    wire.node = within

@@ -61,7 +61,6 @@ _WORDS = {
     "reduce": "the gradients of {}",
     "scalar": "a sum over all ranks",
     "across": "the gradients of {}",
-    "node": "the parameters of {}",
     "agree": "the agreement on which units take part in a backward",
 }
 

@@ -46,8 +46,6 @@ class SoloWire:
     """In whose format reduces travel, where it is shorter."""
     shard_group: SoloWire | None = None
     """Of the ranks among which one copy of the sharded state is cut, where these are not all: slices go by its `rank`."""
-    node: SoloWire | None = None
-    """Among the ranks of this rank's machine, where gathered values may be cut among these, see `nodes`."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -10,16 +10,19 @@ from .buffers import Buffers
 from .compiling import Compiling
 from .copies import Copies
 from .distributed_checkpoint import DistributedCheckpoint
+from .evaluation import OtherDtype
 from .freezing import Freezing
 from .generation import Generation
 from .gradients import Gradients
 from .group_gradients import GroupGradients
 from .methods import Methods
+from .names import Names
 from .on_demand import OnDemand
 from .preemption import Preemptions
 from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
+from .shared_memory import SharedMemory
 from .state_dicts import StateDicts
 from .transforms import Transforms
 from .unbound import Unbound
@@ -30,7 +33,9 @@ def observers() -> list[Observer]:
     """Return a new observer of each kind, for one engine."""
     return [
         Transforms(),
+        SharedMemory(),
         OnDemand(),
+        OtherDtype(),
         SavedTensors(),
         Freezing(),
         Buffers(),
@@ -41,6 +46,7 @@ def observers() -> list[Observer]:
         Generation(),
         Gradients(),
         Methods(),
+        Names(),
         GroupGradients(),
         Preemptions(),
         StateDicts(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ class Compiling(Observer):
     def detach(self) -> None:
         self._patches.take_off()
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """
         Raises:
             ConfigError: `module.compile()` was called for the model or a part of it, or a part is of `torch.jit`.

@@ -36,7 +36,6 @@ class Freezing(Observer):
         self._changed: dict[Unit, None] = {}
         self._marks = {unit: _mark_of(unit) for unit in engine.units}
         self._frozen_by_group: set[nn.Parameter] = set()
-        self._seen: dict[nn.Parameter, bool] = {}
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -95,21 +94,14 @@ class Freezing(Observer):
         """
         segments, params = binding.segments[number], binding.originals[number]
         changed = [segment for segment in segments if segment.tensor.requires_grad is not segment.trains]
-        if segments:
-            if not changed:
-                return
-            trains = changed[0].tensor.requires_grad
-            if any(segment.tensor.requires_grad is not trains for segment in segments):
-                raise LayoutError(
-                    f"requires_grad of some tensors in group {number} of {type(binding.optimizer).__name__} was set. On every "
-                    f"rank these are parts of other parameters. {_ADVICE}"
-                )
-        else:  # this rank has no elements of the group
-            empty = binding.empty_of(number)
-            trains = empty.requires_grad
-            if self._seen.get(empty, True) is trains:
-                return
-            self._seen[empty] = trains
+        if not changed:
+            return
+        trains = changed[0].tensor.requires_grad
+        if any(segment.tensor.requires_grad is not trains for segment in segments):
+            raise LayoutError(
+                f"requires_grad of some tensors in group {number} of {type(binding.optimizer).__name__} was set. On every "
+                f"rank these are parts of other parameters. {_ADVICE}"
+            )
         if trains:
             thawed = [param for param in params if param in self._frozen_by_group]
             if not any(param.requires_grad for param in params):

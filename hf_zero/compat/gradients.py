@@ -136,9 +136,7 @@ class Gradients(Observer):
         """Write this rank's elements of a parameter's gradient; None: zeros."""
         part = span.part_of(index)
         here, there = (slice(0, 0), slice(0, 0)) if part is None else (part.here, part.there)
-        values = (
-            grad.reshape(-1)[there] if grad is not None else torch.zeros(here.stop - here.start, device=span.device)
-        )
+        values = grad.reshape(-1)[there] if grad is not None else torch.zeros(here.stop - here.start, device="cpu")
         span.unit.wait_for_step()
         read(self._wire, lambda: span.bucket.write(here, values.to(span.master_dtype)), may_fail=self._may_fail)
 

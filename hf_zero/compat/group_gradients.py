@@ -9,13 +9,14 @@ Inside the optimizer's own step gradients are plain tensors.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.lazy_grad import DistributedGrad, Source
-from ..engine.clipping import over_ranks, power_sum
+from ..engine.clipping import joined, over_ranks, power_sum
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
+from ..engine.parameter import place_of
 from ..engine.segments import Segment
 from ..engine.span import Span
 from ..errors import StateError
@@ -42,6 +43,8 @@ class GroupGradients(Observer):
                 for group in binding.segments:
                     for segment in group:
                         segment.report_grad(reports)
+                        if not segment.members:
+                            segment.is_cleared = False
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -61,7 +64,7 @@ class GroupGradients(Observer):
 
     def after_zero_grad(self) -> None:
         self._forget()
-        for segment in [segment for segment in self._shown if not segment.has_grad]:
+        for segment in [segment for segment in self._shown if not segment.has_grad and not self._stands_in(segment)]:
             self._retire(segment)
 
     def gradients_written(self, span: Span) -> None:
@@ -74,7 +77,8 @@ class GroupGradients(Observer):
             event()
         arrived = [segment.span.bucket.arrived[index] for index in segment.members]
         # With step_in_backward gradients are gone, and who uses them is told.
-        if not segment.has_grad and not (self.engine.config.step_in_backward and any(arrived)):
+        is_gone = self.engine.config.step_in_backward and any(arrived)
+        if not segment.has_grad and not is_gone and not self._stands_in(segment):
             return None
         if segment not in self._shown:
             like = torch.empty(segment.shape, dtype=segment.span.master_dtype, device="meta")
@@ -100,13 +104,23 @@ class GroupGradients(Observer):
             segment.is_cleared = False
             for index in segment.members:
                 bucket.present[index] = bucket.arrived[index] = True
-        elif segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros
+        elif segment.has_grad or self._stands_in(segment):
             self._retire(segment)
-            segment.span.unit.wait_for_step()
-            bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype, device="cpu"))
+            if segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros
+                segment.span.unit.wait_for_step()
+                bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype, device="cpu"))
             segment.is_cleared = True
+            group, params = self._group_of(segment)
+            if not any(each.has_grad for each in group):  # all of the group is cleared, on every rank
+                for param in params:
+                    param.grad = None
         segment.show_grad()
         return True
+
+    def _group_of(self, segment: Segment) -> tuple[list[Segment], list[nn.Parameter]]:
+        """Return the segments and the parameters of the group that holds a segment."""
+        each = ((group, params) for b in self.engine.bindings for group, params in zip(b.segments, b.originals))
+        return next(((group, params) for group, params in each if segment in group), ([], []))
 
     def _retire(self, segment: Segment) -> None:
         grad = self._shown.pop(segment, None)
@@ -122,13 +136,29 @@ class GroupGradients(Observer):
         self._rounds: list[int] = []
 
     def _groups(self) -> list[list[Segment]]:
-        return [[each for each in group if each.has_grad] for b in self.engine.bindings for group in b.segments]
+        """By group, the segments that show a gradient."""
+        each = ((group, params) for b in self.engine.bindings for group, params in zip(b.segments, b.originals))
+        return [self._with_gradient(group, params) for group, params in each]
+
+    @staticmethod
+    def _with_gradient(group: list[Segment], params: list[nn.Parameter]) -> list[Segment]:
+        """A group's segments that show a gradient. Where only other ranks have one, the first shows zeros for it.
+
+        So each rank takes part in what is asked of a group's gradients.
+        """
+        found = [segment for segment in group if segment.has_grad]
+        if found or any(segment.is_cleared for segment in group):
+            return found
+        places = [place for param in params if (place := place_of(param)) is not None]
+        return group[:1] if any(place.span.bucket.present[place.index] for place in places) else []
+
+    def _stands_in(self, segment: Segment) -> bool:
+        group, params = self._group_of(segment)
+        return segment in group[:1] and segment in self._with_gradient(group, params)
 
     def _power_sum(self, segments: list[Segment], order: float) -> Tensor:
-        sums = [power_sum([each.span.bucket.read(each.here).reshape(-1)], order).to(self._device) for each in segments]
-        if not sums:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(sums).max() if order == float("inf") else torch.stack(sums).sum()
+        values = [each.span.bucket.read(each.here).reshape(-1) for each in segments if each.has_grad]
+        return joined([power_sum([each], order).to(self._device) for each in values], order, self._device)
 
     @torch.no_grad()
     def norm(self, segment: Segment, order: float) -> Tensor:
@@ -140,14 +170,10 @@ class GroupGradients(Observer):
             groups = self._groups()
             powers = torch.stack([self._power_sum(group, order) for group in groups])
             norms = over_ranks(powers, order, self._wire, is_shared=self.is_shared)
-            self._norms = {each: torch.zeros_like(norms[0]) for group in groups for each in group}
+            nothing = torch.full_like(norms[0], float("inf") if order < 0 else 0.0)
+            self._norms = {each: nothing for group in groups for each in group}
+            self._norms |= {group[0]: norm for group, norm in zip(groups, norms) if group}
             self._order = order
-            # A rank without elements of a group counts that group's norm at the first segment that it has.
-            absent = [norm for group, norm in zip(groups, norms) if not group]
-            for group, norm in zip(groups, norms):
-                if group:
-                    self._norms[group[0]] = torch.linalg.vector_norm(torch.stack([norm, *absent]), order)
-                    absent = []
         return self._norms.pop(segment)
 
     @torch.no_grad()
@@ -163,7 +189,7 @@ class GroupGradients(Observer):
         norms = []
         for _ in range(self._rounds.pop(0) if self.is_shared else 1):
             norms.append(over_ranks(local, order, self._wire, is_shared=self.is_shared))
-            local = torch.zeros_like(local)
+            local = joined([], order, self._device)
         return torch.linalg.vector_norm(torch.stack(norms), order)
 
     @torch.no_grad()
@@ -171,7 +197,7 @@ class GroupGradients(Observer):
         """0-dim: 1 where any rank has a gradient of the segment's optimizer that is not finite. One collective for all."""
         bindings = self.engine.bindings
         if self._overflow is None:
-            found = [[each for group in binding.segments for each in group if each.has_grad] for binding in bindings]
+            found = [[each for group in binding.segments for each in group] for binding in bindings]
             flags = torch.stack([~self._power_sum(segments, float("inf")).isfinite() for segments in found])
             self._overflow = self._wire.max_scalar(flags.float())
         number = next(
@@ -196,10 +222,15 @@ class _OfSegment(Source):
         if self._own is not None:
             return self._own
         self._check()
-        return self._segment.span.bucket.read(self._segment.here).view(self._segment.shape)
+        segment = self._segment
+        if not segment.has_grad:
+            return torch.zeros(segment.shape, dtype=segment.span.master_dtype, device=segment.tensor.device)
+        return segment.span.bucket.read(segment.here).view(segment.shape)
 
     def write(self, values: Tensor) -> None:
-        if self.is_alive:
+        if not self._segment.has_grad:
+            self._gradients.gradients_written(self._segment.span)
+        elif self.is_alive:
             self._segment.span.bucket.write(self._segment.here, values.reshape(-1))
 
     def norm(self, order: float) -> Tensor:
@@ -210,7 +241,7 @@ class _OfSegment(Source):
 
     def overflow(self) -> Tensor:
         if self._own is not None:
-            return torch.zeros((), device=self._own.device)
+            return torch.zeros((), device="cpu")
         self._check()
         return self._gradients.overflow(self._segment)
 

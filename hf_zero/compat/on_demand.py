@@ -7,8 +7,8 @@ that comes to the operation's output gathers it again. A collective, so all rank
 
 An operation whose result is a view (`p.T`, `p.data`, `p.numpy()`) keeps the unit gathered: until the next step where a graph is
 built, for autograd saves views without a trace; else until the next forward, step or end of a backward, or until the view is
-dropped and another unit is read. A view that outlives this, or `p.data` that outlives the forward in which it was read, keeps
-its values: the span gets another storage. The next forward or step raises then, for the view is old.
+dropped and another unit is read. A view that outlives this keeps its values: the span gets another storage. The next forward or
+step raises if the view was taken between passes, for it is old then.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class OnDemand(Observer):
     """Runs operations of user code on parameters of released units."""
 
     def __init__(self) -> None:
-        self._views: dict[Unit, list[Any]] = {}
-        """By unit, weak references to the tensors that user code was given since the unit was gathered."""
+        self._views: dict[Unit, list[tuple[Any, Any]]] = {}
+        """By unit, weak references to the tensors that user code was given since the unit was gathered, each with what it
+        shows (`_shown_by`)."""
         self._untracked: set[Unit] = set()
         """Units of whose memory user code was given something else: views that a graph saves, addresses, arrays."""
-        self._old: dict[str, list[Any]] = {}
+        self._old: dict[str, list[tuple[Any, Any]]] = {}
         """By name of a unit, the views that there were when it was released."""
 
     def attach(self, engine: Engine) -> None:
         self._schedule, self._wire = engine.schedule, engine.wire
-        self._usual = {span: span.references for unit in engine.units for span in unit.spans}
 
     def sharded_read(self, units: Sequence[Unit], func: Any, run: Callable[[], Any]) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -78,24 +78,24 @@ class OnDemand(Observer):
 
     def _keep(self, unit: Unit, views: Sequence[Tensor]) -> None:
         has_graph = any(view.requires_grad for view in views)
-        if has_graph or not views:
-            self._untracked.add(unit)
-        self._views.setdefault(unit, []).extend(map(_weak, views if not has_graph else ()))
+        self._watch(unit, () if has_graph or backward_id() >= 0 else views)
         self._schedule.keep(unit, to_step=has_graph)
 
-    def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
-        for tensor in found:  # a forward may return a part of its weight
-            if (
-                tensor._base is not None
-                and isinstance(tensor._base, nn.Parameter)
-                and place_of(tensor._base) is not None
-            ):
-                self._keep(unit, [tensor])
+    def _watch(self, unit: Unit, views: Sequence[Tensor]) -> None:
+        """User code got these views of a unit's memory; none: something that no weak reference follows."""
+        if unit.is_held or not views:
+            self._untracked.add(unit)
+        if not unit.is_held:  # else ranks need not read alike, and cannot agree on what is left
+            self._views.setdefault(unit, []).extend((_shown_by(view, unit), _weak(view)) for view in views)
 
-    def data_read(self, param: nn.Parameter, values: Tensor) -> None:
+    def data_assigned(self, param: nn.Parameter, values: Tensor) -> None:
+        """Views that were taken before keep the former values, as in plain training. But not if one of them was assigned."""
         place = place_of(param)
-        if place is not None and not place.span.stays and place.unit.is_shown:  # in a forward of the unit
-            self._views.setdefault(place.unit, []).append(_weak(values))
+        if place is not None and place.unit in self._views:
+            views, memory = self._views[place.unit], values.untyped_storage()._cdata
+            self._views[place.unit] = [
+                (shown, view) for shown, view in views if shown is None or shown[0] is not param or shown[1] == memory
+            ]
 
     def _drop_unused(self, used: Sequence[Unit]) -> None:
         """Release units whose views are gone. The ranks agree on it: garbage is collected when it pleases them."""
@@ -108,21 +108,25 @@ class OnDemand(Observer):
                     self._schedule.release(unit)
 
     def unit_resharded(self, unit: Unit) -> None:
-        views = self._views.pop(unit, None)
-        if views is None:
+        views, is_untracked = self._views.pop(unit, None), unit in self._untracked
+        if views is None and not is_untracked:
             return
-        self._old[unit.name] = views
-        alive = _any_alive(views)
+        self._untracked.discard(unit)
+        if views is not None:
+            self._old[unit.name] = views
+        alive = _any_alive(views or ())
         for span in unit.spans:
             # Memory that numpy has seen cannot be resized, also when the array is gone.
             is_fixed = not span.full.untyped_storage().resizable()
-            is_seen = unit in self._untracked and span.references > self._usual[span]
+            is_seen = is_untracked and span.has_outside_views
             if not span.stays and (alive or is_fixed or is_seen):
                 span.leave_storage()
-        self._untracked.discard(unit)
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         self._end_views()
+
+    def before_unsharded(self) -> None:
+        self._end_views()  # inside, one rank alone may run a forward
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._end_views()
@@ -153,8 +157,21 @@ def _weak(tensor: Tensor) -> Any:
     return native._WeakTensorRef(tensor)
 
 
-def _any_alive(views: Sequence[Any]) -> int:
-    return int(not all(view.expired() for view in views))
+def _any_alive(views: Sequence[tuple[Any, Any]]) -> int:
+    return int(not all(view.expired() for _, view in views))
+
+
+def _shown_by(view: Tensor, unit: Unit) -> tuple[nn.Parameter, int] | None:
+    """The parameter whose memory a view begins in, and the storage."""
+    try:
+        address, memory = view.data_ptr(), view.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and tensors inside functional transforms
+        return None
+    for span in unit.spans:
+        for param, values in zip(span.params, span.views):
+            if values.data_ptr() <= address < values.data_ptr() + values.nbytes:
+                return param, memory
+    return None
 
 
 def _is_view(tensor: Tensor, unit: Unit) -> bool:

@@ -5,6 +5,7 @@ The optimizer and the engine would keep the old parameters, and the new ones wou
 
 from __future__ import annotations
 
+import weakref
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -23,39 +24,41 @@ class Replaced(Observer):
     """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters."""
 
     def attach(self, engine: Engine) -> None:
-        self._context = engine.context
-        self._handles = [
-            register_module_parameter_registration_hook(self._set_parameter),
-            register_module_module_registration_hook(self._set_module),
+        # Hooks of all modules of the process: they do not hold the engine, and go with it.
+        handles = [
+            register_module_parameter_registration_hook(_set_parameter),
+            register_module_module_registration_hook(_set_module),
         ]
+        self._removals = [weakref.finalize(engine, handle.remove) for handle in handles]
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removals:
+            remove()
 
-    def _set_parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:
-        old = module._parameters.get(name)
-        if old is None or old is param:
-            return
-        place = place_of(old)
-        if place is not None and self._has(module, place):
-            _refuse(place, "another parameter")
 
-    def _set_module(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        old = module._modules.get(name)
-        if old is None or old is submodule:
-            return
-        kept = set() if submodule is None else set(submodule.parameters())
-        for param in old.parameters():
-            place = place_of(param)
-            if param not in kept and place is not None and self._has(module, place):
-                _refuse(place, "a submodule without it")
+def _set_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
+    old = module._parameters.get(name)
+    if old is None or old is param:
+        return
+    place = place_of(old)
+    if place is not None and _is_part(module, place):
+        _refuse(place, "another parameter")
 
-    def _has(self, module: nn.Module, place: Place) -> bool:
-        """The module is a part of this engine's model, not one of user code that refers to parameters of it."""
-        if place.span.context is not self._context:
-            return False
-        return any(each is module for each in self._context.model.modules())
+
+def _set_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    old = module._modules.get(name)
+    if old is None or any(each is submodule for each in old.modules()):  # PEFT unwraps a layer: nothing takes its place
+        return
+    kept = set() if submodule is None else set(submodule.parameters())
+    for param in old.parameters():
+        place = place_of(param)
+        if param not in kept and place is not None and _is_part(module, place):
+            _refuse(place, "a submodule without it")
+
+
+def _is_part(module: nn.Module, place: Place) -> bool:
+    """The module is a part of the engine's model, not one of user code that refers to parameters of it."""
+    return any(each is module for each in place.span.context.model.modules())
 
 
 def _refuse(place: Place, other: str) -> NoReturn:

@@ -4,6 +4,10 @@ A loss on an activation from inside a block (an auxiliary loss, a forward hook's
 the hooks on its output. So in the first backwards every tensor that a forward saves passes through hooks. One that lies in a
 unit's memory is unpacked only when the unit is gathered. A unit that a backward came to unannounced keeps the hooks; the
 others lose them, for they cost Python work per operation.
+
+The hooks also tell how many views of a unit's memory graphs hold. If a release finds more, user code keeps some (`p.detach()`
+in a forward): the views keep their memory and values, and the span gets another storage. Without hooks, a number is expected
+that graphs alone had at the same point of an earlier pass.
 """
 
 from __future__ import annotations
@@ -13,15 +17,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.engine import Engine
+from ..engine.graph import backward_id
 from ..engine.observer import Observer
+from ..engine.schedule import alive
 from ..engine.span import Span
 from ..engine.unit import Unit
 
 _BACKWARDS = 4
 """In so many backwards all units are watched."""
+_Point = tuple[int, bool]
+"""A span is released: after so many uses with a graph since the last backward, inside a backward or not."""
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -31,29 +39,67 @@ _hooks: Any = torch._C._autograd
 class Saved:
     """A tensor that a graph saved. Torch checks no version of what hooks return."""
 
-    __slots__ = ("tensor", "unit", "version")
+    __slots__ = ("__weakref__", "is_parameter", "tensor", "unit", "version")
 
-    def __init__(self, tensor: Tensor, unit: weakref.ref[Unit] | None) -> None:
-        self.tensor, self.unit, self.version = tensor, unit, tensor._version
+    def __init__(self, tensor: Tensor, unit: Unit | None) -> None:
+        self.unit = None if unit is None else weakref.ref(unit)
+        self.version, self.is_parameter = tensor._version, isinstance(tensor, nn.Parameter)
+        # An operation's own output would keep the operation, and that the output, for ever. A view is counted as the graph's.
+        self.tensor = tensor.detach() if tensor.requires_grad or unit is not None else tensor
 
 
 class SavedTensors(Observer):
     """Puts hooks for saved tensors around forwards of units whose parameters are released."""
 
     def attach(self, engine: Engine) -> None:
-        self._schedule = engine.schedule
+        self._schedule = weakref.ref(engine.schedule)  # graphs hold these hooks, and must not hold the engine
         self._spans: dict[int, weakref.ref[Span]] = {}
-        """By address of a storage, the span that has it, or had it: see `_unit_of`."""
+        """By address of a storage, the span that has it, or had it: see `_span_of`."""
+        self._saved: dict[int, weakref.WeakSet[Saved]] = {}
+        """By address of a storage, what graphs hold of it."""
         self._left = _BACKWARDS
-        self._unannounced: set[Unit] = set()
+        self._watched: weakref.WeakSet[Unit] = weakref.WeakSet()  # all weak: graphs hold this
+        """Units that keep the hooks."""
+        self._hooked: weakref.WeakKeyDictionary[Unit, bool] = weakref.WeakKeyDictionary()
+        """By unit, whether its last use with a graph had hooks."""
+        self._uses: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+        """By unit, uses with a graph since the last backward."""
+        self._usual: weakref.WeakKeyDictionary[Span, dict[_Point, int]] = weakref.WeakKeyDictionary()
+        """Views that graphs without hooks hold."""
         self._on: list[Pack | None] = []
 
     def use_begun(self, unit: Unit) -> None:
-        is_watched = torch.is_grad_enabled() and (self._left or unit in self._unannounced)
-        self._on.append(self._push(unit) if is_watched else None)
+        pack = None
+        if torch.is_grad_enabled():
+            pack = self._push(unit) if self._left or unit in self._watched else None
+            self._hooked[unit] = pack is not None
+            if backward_id() < 0:
+                self._uses[unit] = self._uses.get(unit, 0) + 1
+        self._on.append(pack)
 
     def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
         self._pop()
+
+    def unit_resharded(self, unit: Unit) -> None:
+        for span in unit.spans:
+            if not span.is_freed_in_place:
+                continue
+            # Memory that numpy has seen cannot be resized, also when the array is gone.
+            if (span.has_outside_views and not self._are_saved(span)) or not span.full.untyped_storage().resizable():
+                span.leave_storage()
+                self._watched.add(unit)
+
+    def _are_saved(self, span: Span) -> bool:
+        """Whether graphs hold all views of a span's memory: they read them after the next gather."""
+        point = self._uses.get(span.unit, 0), backward_id() >= 0
+        usual = self._usual.setdefault(span, {})
+        if not self._hooked.get(span.unit):
+            return usual.get(point) == span.outside_views
+        saved = self._saved.get(_memory(span.full), ())
+        if span.outside_views > len(saved):
+            return False
+        usual[point] = sum(not each.is_parameter for each in saved)
+        return True
 
     def _pop(self) -> None:
         pack = self._on.pop() if self._on else None
@@ -68,37 +114,46 @@ class SavedTensors(Observer):
 
     def after_backward(self) -> None:
         self._left = max(0, self._left - 1)
+        self._uses.clear()
 
     def _push(self, unit: Unit) -> Pack | None:
         if not _hooks._saved_tensors_hooks_is_enabled():  # inside torch.func
             return None
         outer = _hooks._top_saved_tensors_default_hooks(True)
+        while outer is not None and _is_left(outer[0]):
+            _hooks._pop_saved_tensors_default_hooks()
+            outer = _hooks._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # it recomputes what is saved, by forwards that have hooks on their outputs
-        self._spans |= {span.full.untyped_storage()._cdata: weakref.ref(span) for span in unit.spans}
+        for span in unit.spans:
+            memory = _memory(span.full)
+            self._spans[memory] = weakref.ref(span)
+            self._saved.setdefault(memory, weakref.WeakSet())
         pack, unpack = (self._pack, self._unpack) if outer is None else self._around(*outer)
         _hooks._push_saved_tensors_default_hooks(pack, unpack)
         return pack
 
     def _pack(self, tensor: Tensor) -> Saved:
-        unit = self._unit_of(tensor)
-        if tensor.requires_grad:
-            tensor = (
-                tensor.detach()
-            )  # an operation's own output would keep the operation, and that the output, for ever
-        return Saved(tensor, None if unit is None else weakref.ref(unit))
-
-    def _unit_of(self, tensor: Tensor) -> Unit | None:
         memory = _memory(tensor)
+        span = self._span_of(memory)
+        if span is None:
+            return Saved(tensor, None)
+        saved = Saved(tensor, span.unit)
+        self._saved[memory].add(saved)
+        return saved
+
+    def _span_of(self, memory: int) -> Span | None:
         reference = self._spans.get(memory)
         span = None if reference is None else reference()
         # A span may have left its storage, whose address then belongs to any other.
-        return None if span is None or span.full.untyped_storage()._cdata != memory else span.unit
+        return None if span is None or _memory(span.full) != memory else span
 
     def _unpack(self, saved: Saved) -> Tensor:
-        unit = saved.unit() if saved.unit is not None else None
-        if unit is not None and self._schedule.reach(unit):
-            self._unannounced.add(unit)
+        unit = None
+        if saved.unit is not None:
+            schedule, unit = alive(self._schedule), saved.unit()
+            if unit is not None and schedule.reach(unit):
+                self._watched.add(unit)
         tensor = saved.tensor
         if tensor._version != saved.version:
             raise RuntimeError(
@@ -107,18 +162,24 @@ class SavedTensors(Observer):
                 "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
                 "torch.autograd.set_detect_anomaly(True)."
             )
-        return tensor
+        return tensor if unit is None else tensor.detach()  # user code may keep it
 
     def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         """User code's hooks (`save_on_cpu`) get all tensors but those in a unit's memory."""
 
         def packed(tensor: Tensor) -> Any:
-            return self._pack(tensor) if self._unit_of(tensor) is not None else (pack(tensor),)
+            return self._pack(tensor) if self._span_of(_memory(tensor)) is not None else (pack(tensor),)
 
         def unpacked(saved: Any) -> Tensor:
             return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
 
         return packed, unpacked
+
+
+def _is_left(pack: Pack) -> bool:
+    """Whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
+    owner = getattr(pack, "__self__", None)
+    return isinstance(owner, SavedTensors) and owner._schedule() is None
 
 
 def _memory(tensor: Tensor) -> int:

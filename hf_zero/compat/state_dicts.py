@@ -7,7 +7,8 @@ parameters show what the masters have: at stages 0 to 2 in the parameters' own d
 The modules' parameters are replaced by those copies while the stock method runs: hooks and overrides of user code see values.
 `load_state_dict()` gives the stock method other memory, one module at a time, and assigns what it wrote to `param.data`.
 
-Inside `zero.unsharded` an entry is the parameter's own memory, as in PyTorch, on every rank.
+Inside `zero.unsharded` an entry is the parameter's own memory, as in PyTorch, on every rank, where parameters are in their
+own dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class StateDicts(Observer):
         if not holders:  # also inside the call for a module around this one: its parameters are replaced already
             return stock(*args, **kwargs)
         params = {param for _, _, param in holders}
-        if self._context.is_unsharded:
+        spans = {_span_of(param) for param in params}
+        if self._context.is_unsharded and all(span.full.dtype == _own_dtype(span) for span in spans):
             if kwargs.get("keep_vars"):
                 return stock(*args, **kwargs)
             values = {param: with_own_storage(raw_data(param)) for param in params}
@@ -76,7 +78,10 @@ class StateDicts(Observer):
         needed = _SHARE * sum(param.numel() * param.element_size() for param in params)
         has_room = self._wire.rank == 0 or needed <= free_host_bytes(self._wire.size)
         found: dict[nn.Parameter, Tensor] = {}
-        spans = [span for unit in self._context.units for span in unit.spans if not params.isdisjoint(span.params)]
+        places = [place for param in params if (place := place_of(param)) is not None]
+        order = {place.unit.index: place.unit for place in places}
+        mine = {place.span for place in places}
+        spans = [span for index in sorted(order) for span in order[index].spans if span in mine]
         self._context.check()
         with self._wire.watch.doing("state_dict()"):
             if not all(map(self._is_shown, spans)):
@@ -97,7 +102,7 @@ class StateDicts(Observer):
 
     def _is_shown(self, span: Span) -> bool:
         """Return whether full parameters have the masters' values in their own dtype. The same on every rank."""
-        is_own = span.compute_dtype == dtype_of(span.layout.spec.dtype) and span.codec is None
+        is_own = span.full.dtype == _own_dtype(span) and span.codec is None and not span.hidden
         return is_own and not self._context.frees and not span.is_old and not span.unit.is_held
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -121,6 +126,9 @@ class StateDicts(Observer):
         finally:
             loads.take_off()
         self._context.raise_failures("load_state_dict()")
+        coded = {_span_of(param): None for _, _, param in holders if _span_of(param).codec is not None}
+        if coded:  # full parameters show what codes stand for, as after every gather
+            self._engine.refresh([*coded])
         return found
 
     def _from_rank_0(self, state: Mapping[str, Any]) -> bool:
@@ -190,6 +198,10 @@ def _replaced(holders: Iterable[Holder], values: Mapping[nn.Parameter, Tensor]) 
     finally:
         for each, name, param in holders:
             tables[id(each)][name] = param
+
+
+def _own_dtype(span: Span) -> torch.dtype:
+    return dtype_of(span.layout.spec.dtype)
 
 
 def _span_of(param: Tensor) -> Span:

@@ -187,7 +187,7 @@ def _like(grad: Tensor) -> Tensor:
 
 def _norm(grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    dtype = kwargs.get("dtype") or torch.promote_types(torch.float32, grad.dtype)
+    dtype = kwargs.get("dtype") or torch.promote_types(torch.float32, grad.dtype.to_real())
     return grad.source.norm(2.0 if order is None else float(order)).to(grad.device, dtype)
 
 

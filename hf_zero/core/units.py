@@ -161,8 +161,8 @@ def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether its backward needs its indices and not its weights."""
-    return type(module) is nn.Embedding and module.max_norm is None
+    """Whether its backward needs its indices and not its weights. `weight_norm` computes the weight from parameters."""
+    return type(module) is nn.Embedding and module.max_norm is None and "weight" in module._parameters
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from .equal import SameValues
 from .finite import Finite
 from .options import SameOptions
 from .recorder import Records
+from .rounded import Rounded
 
 
 def observers(config: ZeroConfig) -> list[Observer]:
     """Return new observers for one engine."""
-    found: list[Observer] = [SameOptions(), Records()]
+    found: list[Observer] = [SameOptions(), Records(), Rounded()]
     if config.debug:
         found += [SameValues(), Finite()]
     return found

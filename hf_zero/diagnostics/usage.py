@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.precision import dtype_name
 from ..engine.engine import Engine
+from ..engine.optimizer_kinds import state_tensors
 from ..engine.span import Span
-from ..plan.costs import KINDS, TIERS, Memory, Setup
+from ..plan.costs import KINDS, TIERS, Memory
 from ..plan.machine import here
 from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
@@ -44,13 +45,19 @@ class _Tally:
         self._device = device
         self._seen: set[int] = set()
 
-    def add(self, values: Any, tier: Tier, kind: str) -> None:
-        """Count a tensor or values on disk. Tensors that are not on the device count as the host's."""
+    def add(self, values: Any, tier: Tier, kind: str, *, padding: str = "") -> None:
+        """Count a tensor or values on disk. Tensors that are not on the device count as the host's.
+
+        Args:
+            padding: what the padding on disk counts as; empty: as the rest.
+        """
         if isinstance(values, OnDisk):
             source = values.source
             if id(source) not in self._seen:
                 self._seen.add(id(source))
-                self.table[Tier.DISK.value][kind] += padded(source.numel * source.dtype.itemsize)
+                nbytes = source.numel * source.dtype.itemsize
+                self.table[Tier.DISK.value][kind] += nbytes
+                self.table[Tier.DISK.value][padding or kind] += padded(nbytes) - nbytes
             return
         if not isinstance(values, Tensor):
             return
@@ -82,9 +89,10 @@ def _add_parameters(tally: _Tally, span: Span) -> None:
     if span.stays:
         tally.add(span.full, Tier.DEVICE, "parameters")
     elif span.copy is not None:
-        tally.add(span.copy, span.copy_tier, "parameters")
+        padding = "optimizer" if span.copy is span.master else ""
+        tally.add(span.copy, span.copy_tier, "parameters", padding=padding)
     reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
-    tally.add(span.master, span.tier, "parameters" if reads_master or not span.trainable else "optimizer")
+    tally.add(span.master, span.tier, "parameters" if reads_master else "optimizer")
 
 
 def measure(engine: Engine) -> Table:
@@ -157,7 +165,7 @@ class Usage:
         if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
             sent["reduce"] += across.bytes
             wait_s["reduce"] += across.wait_s
-        return Counters(self._peak(), sent, wait_s, (), process_bytes(self._engine))
+        return Counters(self._peak(), sent, wait_s, process_bytes(self._engine))
 
     def _peak(self) -> Table:
         """What is stored now, and with it the highest of all that came and went."""
@@ -211,26 +219,6 @@ def _plain(by_tier: Mapping[Tier, Mapping[str, int]]) -> Table:
 # Predicted and measured -----------------------------------------------------------------------------------------------
 
 
-def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Return how many state values each parameter element has, the most of several optimizers; 2 where it is not known."""
-    return max((_state_tensors(optimizer) for optimizer in optimizers), default=0)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
-    group = optimizer.param_groups[0]
-    match type(optimizer).__name__:
-        case "SGD":
-            return int(bool(group.get("momentum")))
-        case "RMSprop":
-            return 1 + int(bool(group.get("momentum"))) + int(bool(group.get("centered")))
-        case "Adam" | "AdamW":
-            return 3 if group.get("amsgrad") else 2
-        case "Adagrad" | "Lion":
-            return 1
-        case _:
-            return 2
-
-
 def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traffic]:
     """Return the plan's memory and traffic for the optimizers bound now.
 
@@ -238,16 +226,14 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         backward_per_step: micro-batches that a step is seen to have.
     """
     context = engine.context
-    setup = Setup(
-        context.policy,
-        context.wire.size,
-        dtype_name(context.precision.reduce_dtype),
-        state_tensors(engine.optimizers),
-        max(1, backward_per_step),
-        context.config.step_in_backward,
-        context.device.type == "cpu",
-        sizes=context.storage.sizes,
-        wire=context.config.wire,
+    setup = replace(
+        context.plan.inputs.setup,
+        policy=context.policy,
+        is_cpu=context.device.type == "cpu",
+        optimizer_tensors=state_tensors(engine.optimizers),
+        backward_per_step=max(1, backward_per_step),
+        defers=engine.schedule.puts_off,
+        kept=context.kept,
     )
     given = context.layout, context.plan.placements, setup
     return memory_of(*given), Traffic.of(work_in_total(*given), *given)

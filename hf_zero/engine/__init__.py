@@ -5,7 +5,6 @@ It knows no unusual user program and no diagnostics. Both attach as observers (`
 
 from .engine import Engine
 from .observer import Observer
-from .optimizer_kinds import register_optimizer
 from .shard import shard
 
-__all__ = ["Engine", "Observer", "register_optimizer", "shard"]
+__all__ = ["Engine", "Observer", "shard"]

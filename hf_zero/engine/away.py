@@ -1,4 +1,4 @@
-"""Device memory lent to other programs for a while: what is stored on the device goes to host memory, and comes back.
+"""Make room for other programs on the device: move what is stored there to host memory, and back.
 
 Spans, segments and the optimizer's tensors stay the same objects. Only their memory is another, so what is moved can be read
 meanwhile. All that computes with it raises until it is back (`Context.away`).

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
+from ..tiers.fingerprint import sample
 from .groups import rebind
 from .held_signals import HeldSignals
 from .optimizer import Binding
 from .optimizer_dict import load_state_dict, state_dict
+from .parameter import raw_data
+from .segments import Segment
 from .step import StepWrapper
 
 if TYPE_CHECKING:
@@ -38,7 +41,10 @@ class Bound:
         for binding in bindings:
             self._take(binding.optimizer)
         self._marks = self._current_marks()
+        self._read: dict[Segment, int] = {}
+        """Segments whose `data` was read since the last step, with samples of their values."""
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
+        self._context.events.segment_data_read.append(self._data_read)
 
     def detach(self) -> None:
         """Give the optimizers their own methods back."""
@@ -67,6 +73,7 @@ class Bound:
         wanted = self._wanted(optimizers)
         if [each.optimizer for each in self.bindings] == wanted and all(each.is_current() for each in self.bindings):
             return
+        self._context.refuse_unsharded("a change of optimizers or of their groups")
         self._engine.schedule.quiesce()
         self._engine.wait_for_steps()
         self.bindings[:] = rebind(wanted, self._context, self.bindings)
@@ -160,8 +167,6 @@ class Bound:
         binding.guard_state(engine.wait_for_steps)
         self.follow_groups()
         engine.schedule.flush()
-        if engine.schedule.lost is not None:
-            raise StateError(f"optimizer.step(): {engine.schedule.lost}. Call zero_grad() and repeat the step")
         for event in engine.events.before_step:
             event(optimizer)
         engine.schedule.quiesce()
@@ -190,12 +195,15 @@ class Bound:
         if not self._context.frees:
             self._context.raise_failures("optimizer.step()")
         self._context.wire.watch.step += 1
+        self._context.wire.watch.phase = "what follows the step"
         engine.schedule.stepped()
         self._marks = self._current_marks()
+        self._read.clear()
         for event in engine.events.after_step:
             event(optimizer)
 
     def step_raised(self, optimizer: torch.optim.Optimizer, written: str | None) -> None:
+        self._context.wire.watch.phase = "what follows a step that raised"
         if written is not None:
             self._context.failure = written
         if any(each.optimizer is optimizer for each in self.bindings):
@@ -219,6 +227,8 @@ class Bound:
         self.get(optimizer, method.__name__)
         self._engine.schedule.quiesce()
         self._engine.wait_for_steps()
+        if self._engine.hold is not None:  # before: where full parameters are the masters' memory, both show the write
+            self._engine.hold.refuse_writes()
         result = method(*args, **kwargs)
         self._refresh()
         return result
@@ -229,16 +239,25 @@ class Bound:
             return  # `GatheredParameters` shows values that are not in the masters yet
         before, self._marks = self._marks, self._current_marks()
         # Not the lists of tensors: a segment that was split in two here may be one on another rank.
-        if any(before.get(tensor, version) != version for tensor, version in self._marks.items()) or self._has_moved():
+        is_counted = any(before.get(tensor, version) != version for tensor, version in self._marks.items())
+        is_uncounted = not is_counted and self._has_uncounted_writes()
+        if is_uncounted and self._context.layout.shards > 1 and not self._context.frees:
+            raise StateError(
+                "the optimizer's tensors were written through `.data` since the last step. No version counts such writes, so "
+                "the ranks cannot agree to gather them. Write the tensors themselves under torch.no_grad(), or call "
+                "engine.refresh() on every rank right afterwards"
+            )
+        if is_counted or is_uncounted or self._has_moved():
+            if self._engine.hold is not None:
+                self._engine.hold.refuse_writes()
             self._refresh()
 
     def _refresh(self) -> None:
         hold = self._engine.hold
-        if hold is not None:
-            hold.refuse_writes()
         for binding in self.bindings:
             binding.settle_memory()
         self._engine.refresh()
+        self._read.clear()
         if hold is not None:
             hold.renew()
         self._marks = self._current_marks()
@@ -246,7 +265,21 @@ class Bound:
     def _current_marks(self) -> dict[Tensor, int]:
         """Version counters of all tensors in groups, of those without elements too: each rank must see a write."""
         groups = [group for binding in self.bindings for group in binding.optimizer.param_groups]
-        return {tensor: tensor._version for group in groups for tensor in group["params"]}
+        with torch._C.DisableTorchFunctionSubclass():
+            return {tensor: tensor._version for group in groups for tensor in group["params"]}
+
+    def _data_read(self, segment: Segment, values: Tensor) -> None:
+        if segment not in self._read:
+            self._read[segment] = sample(values.reshape(-1))
+
+    def _has_uncounted_writes(self) -> bool:
+        if not self._read:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                not segment.has_moved and sample(raw_data(segment.tensor).reshape(-1)) != before
+                for segment, before in self._read.items()
+            )
 
     def _has_moved(self) -> bool:
         for binding in self.bindings:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from ..errors import ZeroError
 from ..tiers.array import OnDisk, Values
 from ..tiers.tier import Tier
 from .offload import Arrival
-from .parameter import has_raw_grads, raw_grad, take_raw_grads
+from .parameter import has_raw_grads, raw_grad, set_raw_grad, take_raw_grads
 
 if TYPE_CHECKING:
     from .span import Span
@@ -66,9 +66,10 @@ class Bucket:
         """Keep local gradients for a later reduce, in float32 at least. What is float32 already stays on the parameters."""
         if self.span.compute_dtype != self.span.master_dtype:
             self._held = self._collect(Precision.hold_dtype(self.reduce_dtype))
-            self._held_bytes = self._held.nbytes
-            self._account.now["gradients"] += self._held_bytes
-            self._count_moving(0)
+            self._count_held(self._held.nbytes)
+        else:
+            self._count_held(self._fresh_bytes)
+        self._count_moving(0)
 
     def local(self, index: int) -> Tensor | None:
         """This rank's gradient of one parameter, not reduced yet; a copy."""
@@ -96,9 +97,7 @@ class Bucket:
             grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads
         ]  # no call for each
         buffer, self._held = self._held, None
-        if self._held_bytes:
-            self._account.now["gradients"] -= self._held_bytes
-            self._held_bytes = 0
+        self._count_held(0)
         if buffer is None:
             purpose = f"gradients of {span.layout.spec.name!r} and its neighbours"
             make = partial(torch.empty, self._numel, dtype=dtype, device=span.device)
@@ -135,6 +134,7 @@ class Bucket:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
                 self.arrived = [True]
                 take_raw_grads(span.params)
+                self._count_held(0)
                 return grad.view(-1)  # no copy: it is the buffer, less the padding
         buffer = self._collect(self.reduce_dtype)
         if buffer.dtype != self.reduce_dtype:
@@ -146,7 +146,6 @@ class Bucket:
     def reduce(self) -> tuple[Inflight, Tensor, Tensor]:
         """Start the reduce. Returns the transfer, this rank's slice of the mean, and the buffer that must live until then."""
         wire, span = self.span.context.wire, self.span
-        self._count_moving(self._moving_bytes + self._fresh_bytes)
         source = self.take_source(wire)
         if wire.size == 1:
             self._count_moving(source.nbytes)
@@ -182,6 +181,14 @@ class Bucket:
 
     # The ledger -------------------------------------------------------------------------------------------------------
 
+    def count_fresh(self) -> None:
+        """The ledger has the local gradients that a backward has made, beside what is on its way."""
+        self._count_moving(self._moving_bytes + self._fresh_bytes)
+
+    def _count_held(self, nbytes: int) -> None:
+        self._account.now["gradients"] += nbytes - self._held_bytes
+        self._held_bytes = nbytes
+
     def _count_moving(self, nbytes: int) -> None:
         account = self._account
         account.now["communication"] += nbytes - self._moving_bytes
@@ -190,6 +197,8 @@ class Bucket:
 
     def count_grad(self) -> None:
         """The ledger has the reduced gradient that is in memory."""
+        if self.grad is None and self._storage.transient:
+            self._home = None
         held = self.grad if self._home is None else self._home
         nbytes = held.nbytes if isinstance(held, Tensor) else 0
         if nbytes != self._grad_bytes:
@@ -203,14 +212,18 @@ class Bucket:
         """Where `grad` is stored."""
         return Tier.HOST if self._storage.transient and self.span.tier is Tier.DISK else self.span.tier
 
+    def _home_of_grad(self) -> Values:
+        if self._home is None:
+            self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
+        return self._home
+
     def _send(self, mean: Tensor) -> None:
         """Start to move a reduced gradient off the device. Two of all buckets are under way at most."""
         self.land()
-        if self._home is None:
-            self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
+        home = self._home_of_grad()
         self._fold()
-        self._arrival = Arrival(self._storage, mean, self._home, adds=self.grad is not None)
-        self.grad = self._home
+        self._arrival = Arrival(self._storage, mean, home, adds=self.grad is not None)
+        self.grad = home
         self._storage.land(self)
 
     def advance(self) -> None:
@@ -280,8 +293,7 @@ class Bucket:
             if self.tier is Tier.DEVICE:
                 self.grad = torch.zeros(numel, dtype=dtype, device=self.span.device)
             else:
-                self._home = self._home or self.span.context.storage_tier(self.tier).empty(numel, dtype)
-                self.grad = self._home.zero_()
+                self.grad = self._home_of_grad().zero_()
             self.count_grad()
         self._fold()
         target = self.grad[part]
@@ -307,8 +319,8 @@ class Bucket:
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
         if isinstance(self.grad, OnDisk):
-            factor = factor.detach().to("cpu", self.grad.dtype)
-            self.factor = factor if self.factor is None else self.factor * factor
+            self._fold()  # else two factors would round once, and in memory twice
+            self.factor = factor.detach().to("cpu", self.grad.dtype)
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
         self._written()
@@ -322,12 +334,27 @@ class Bucket:
         if local:
             self.drop_local()
 
+    def clear_some(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """Forget the gradients of some parameters, or make them zeros; the others keep theirs."""
+        self.land()
+        for index in indices:
+            grad, part = raw_grad(self.span.params[index]), self.span.part_of(index)
+            if self._held is not None:
+                self._held[self._parts[index][0]].zero_()
+            if self.grad is not None and part is not None:
+                self.grad[part.here].zero_()
+            if set_to_none:
+                set_raw_grad(self.span.params[index], None)
+                self.present[index] = self.arrived[index] = False
+            elif grad is not None:
+                grad.zero_()
+        self._written()
+
     def drop_local(self) -> None:
         """Forget gradients that are not reduced."""
         take_raw_grads(self.span.params)
         self._held = None
-        self._account.now["gradients"] -= self._held_bytes
-        self._held_bytes = 0
+        self._count_held(0)
         self.arrived = [False] * len(self.arrived)
 
 

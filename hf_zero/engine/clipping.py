@@ -65,12 +65,8 @@ def clip_norm(parts: Parts, wire: SoloWire, max_norm: float, order: float) -> Te
         return [power_sum(_values(span, chosen), order).to(device) for span, chosen in having]
 
     sums = read(wire, local, may_fail=any(span.context.storage.uses_disk for span in parts))
-    if not sums:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-    else:
-        total = torch.stack(sums).max() if math.isinf(order) else torch.stack(sums).sum()
-    norm = over_ranks(total, order, wire, is_shared=any(span.layout.shards > 1 for span in parts))
-    if not any(span.master_dtype == torch.float64 for span in parts):
+    norm = over_ranks(joined(sums, order, device), order, wire, is_shared=any(span.layout.shards > 1 for span in parts))
+    if not any(span.master_dtype.to_real() == torch.float64 for span in parts):
         norm = norm.float()
     if max_norm == float("inf"):
         return norm
@@ -99,17 +95,29 @@ def over_ranks(powers: Tensor, order: float, wire: SoloWire, *, is_shared: bool)
     """
     among = wire.shard_group or wire  # every replica has all elements
     if math.isinf(order):
-        if not is_shared:
-            return powers
-        broken = powers.isnan()  # a maximum over ranks may lose it
-        most = among.max_scalar(torch.stack([powers.masked_fill(broken, 0.0), broken.double()]))
-        return most[0].masked_fill(most[1] > 0, math.nan)
+        most = powers
+        if is_shared:
+            broken = powers.isnan()  # a maximum over ranks may lose it
+            most, any_broken = among.max_scalar(torch.stack([powers.masked_fill(broken, -math.inf), broken.double()]))
+            most = most.masked_fill(any_broken > 0, math.nan)
+        return most.abs()
     total = among.sum_scalar(powers) if is_shared else powers
+    if order == 0:
+        return total
     return total.sqrt() if order == 2.0 else total ** (1.0 / order)
 
 
+def joined(sums: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """One sum of powers of several: 0-dim float64."""
+    if not sums:
+        return torch.full((), -math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
+    return torch.stack([*sums]).max() if math.isinf(order) else torch.stack([*sums]).sum()
+
+
 def power_sum(parts: Iterable[Tensor], order: float) -> Tensor:
-    """The sum of `|x| ** order` in float64, or the largest magnitude, of the parts of one gradient.
+    """The sum of `|x| ** order` in float64 of the parts of one gradient: order 0 counts what is not 0.
+
+    Of order `inf` it is the largest magnitude, of `-inf` the smallest with a minus: maxima join both.
 
     The result does not depend on where parts end, as long as all but the last are whole rows.
     """
@@ -117,16 +125,19 @@ def power_sum(parts: Iterable[Tensor], order: float) -> Tensor:
     rest: list[Tensor] = []  # of less than a row
     for values in parts:
         if math.isinf(order):
-            rows.append(values.abs().max().double().view(1) if values.numel() else _none(values))
+            if values.numel():
+                each = values.abs()
+                rows.append((each.max() if order > 0 else -each.min()).double().view(1))
             continue
         whole = values.numel() // _ROW_NUMEL * _ROW_NUMEL
         for part, into in ((values[:whole].view(-1, _ROW_NUMEL), rows), (values[whole:].view(1, -1), rest)):
             if part.numel():
-                into.append(torch.linalg.vector_norm(part, order, dim=1).double().pow(order))
+                norms = torch.linalg.vector_norm(part, order, dim=1).double()
+                into.append(norms.pow(order) if order else norms)
     # Whole rows in one sum: the last bit of a norm follows the order of its sums.
     found = [torch.cat(each) for each in (rows, rest) if each]
     if not found:
-        return torch.zeros((), dtype=torch.float64, device="cpu")
+        return joined([], order, torch.device("cpu"))
     if math.isinf(order):
         return found[0].max()
     return found[0].sum() + found[1].sum() if len(found) > 1 else found[0].sum()
@@ -134,14 +145,12 @@ def power_sum(parts: Iterable[Tensor], order: float) -> Tensor:
 
 def power_sums(parts: Sequence[Tensor], order: float) -> Tensor:
     """`power_sum` of each of these 1-D tensors, which are on one device: 1-D."""
-    if not parts or parts[0].device.type == "cpu":  # torch's float32 norm on a CPU loses digits with length
+    if (
+        not parts or order <= 0 or parts[0].device.type == "cpu"
+    ):  # torch's float32 norm on a CPU loses digits with length
         return torch.stack([power_sum([part], order) for part in parts])
     norms = torch.stack([part.sum() if not part.numel() else torch.linalg.vector_norm(part, order) for part in parts])
     return norms.double() if math.isinf(order) else norms.double().pow(order)
-
-
-def _none(values: Tensor) -> Tensor:
-    return values.new_zeros(1, dtype=torch.float64)
 
 
 def _values(span: Span, chosen: Iterable[slice]) -> Iterator[Tensor]:

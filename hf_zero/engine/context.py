@@ -109,23 +109,38 @@ class Context:
             )
 
     def free_bytes(self) -> int:
-        """Device memory that this rank may still take. A collective."""
+        """Device memory that this rank may still take: of the budget, where there is one. A collective."""
+        budget, now = self.config.device_memory, self.storage.ledger.device.now
+        if budget is not None:
+            temporary = sum(nbytes for kind, nbytes in now.items() if kind != "gradients")  # the plan stores these
+            return int(budget) - self.plan.memory.at_rest(Tier.DEVICE) - temporary
         if self.device.type == "cuda":
             return free_device_bytes(self.device)
         return free_host_bytes(self.wire.ranks_here())
 
-    def refuse_other_flags(self) -> None:
-        """Ranks have other marks (`flags_mark`). A collective.
+    def refuse_other_marks(self, *, sends: bool) -> None:
+        """Ranks differ in `requires_grad` (`flags_mark`) or in whether a backward reduces gradients. A collective.
+
+        Args:
+            sends: this rank's backward reduces gradients.
 
         Raises:
-            RankMismatchError: names a parameter that does not train on every rank, or does on some.
+            RankMismatchError: says in what the ranks differ.
         """
         flags = {names[0]: param.requires_grad for param, names in self.names.items()}
-        each = self.wire.exchange(flags)
-        name = next((name for name in flags if len({theirs[name] for theirs in each}) > 1), None)
-        found = {rank: theirs[name] for rank, theirs in enumerate(each)} if name else {}
+        each = self.wire.exchange((sends, flags))
+        step, waiting = self.wire.watch.step, [rank for rank, (theirs, _) in enumerate(each) if not theirs]
+        if 0 < len(waiting) < len(each):
+            raise RankMismatchError(
+                f"ranks disagree in no_sync: this backward of step {step} leaves its gradients on rank(s) "
+                f"{', '.join(map(str, waiting))}, inside no_sync(defer=True), and sends them on the others. Use no_sync, with "
+                "the same `defer`, for the same micro-batches on every rank"
+            )
+        name = next((name for name in flags if len({theirs[name] for _, theirs in each}) > 1), None)
+        found = ", ".join(f"{theirs[name]} on rank {rank}" for rank, (_, theirs) in enumerate(each) if name)
         raise RankMismatchError(
-            f"requires_grad of {name!r} differs between ranks: {found}. Freeze and unfreeze parameters on every rank alike"
+            f"ranks differ in step {step}: requires_grad of parameter {name!r} is not the same everywhere ({found}). "
+            "Freeze and unfreeze parameters on every rank alike"
         )
 
     # Offload ----------------------------------------------------------------------------------------------------------
@@ -146,6 +161,8 @@ class Context:
         """
         if not self.storage.uses_disk:
             if half_done:
+                if self.failure is not None:
+                    self.check()  # the first failure is the reason of the later ones
                 self.failure = f"{type(error).__name__}: {error}"
             raise error
         known = error if isinstance(error, ZeroError) else TierError(f"{type(error).__name__}: {error}")

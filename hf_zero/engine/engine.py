@@ -65,7 +65,7 @@ class Engine:
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
         self._away = Away(context, bindings)
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
-        self._undo: list[Callable[[], None]] = [self.schedule.detach]
+        self._undo: list[Callable[[], object]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
             spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]
             cast = {param for span in spans for param in span.params}
@@ -238,17 +238,15 @@ class Engine:
                         event(unit)
             read(self._wire, publish, may_fail=self.context.storage.uses_disk)
         by_unit: dict[Unit, list[Span]] = {}
-        chosen = set(map(id, spans))
-        for unit in self.units:
-            mine = [span for span in unit.spans if id(span) in chosen]
-            if mine:
-                by_unit[unit] = mine
-        for unit, mine in by_unit.items():
-            unit.mark_old(mine)
+        for span in spans:
+            by_unit.setdefault(span.unit, []).append(span)
+        units = sorted(by_unit, key=lambda unit: unit.index)
+        for unit in units:
+            unit.mark_old(by_unit[unit])
             if not self.context.frees:
                 unit.gather()
         if not self.context.frees:
-            for unit in by_unit:
+            for unit in units:
                 unit.wait()
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -257,18 +255,20 @@ class Engine:
         Args:
             set_to_none: False: gradients that exist become zeros.
         """
-        self.schedule.recover()
-        self.schedule.lost = None
+        self.schedule.forget_gradients()
         if not set_to_none:
             self.wait_for_steps()
-        for binding in self.bindings:
-            if optimizer is not None and binding.optimizer is not optimizer:
-                continue
-            for group in binding.segments if set_to_none else ():
+        chosen = [each for each in self.bindings if optimizer is None or each.optimizer is optimizer]
+        for binding in chosen if set_to_none else ():
+            for group in binding.segments:
                 for segment in group:
                     set_raw_grad(segment.tensor, None)
-        for span in self.trained if optimizer is None else self._spans_of(optimizer):
-            if set_to_none:
+        shares = {} if optimizer is None else chosen[0].shares
+        for span in self.trained if optimizer is None else chosen[0].spans:
+            if span in shares:
+                span.unit.wait_for_step()
+                span.bucket.clear_some(shares[span], set_to_none)
+            elif set_to_none:
                 span.bucket.clear()
             else:
                 span.bucket.zero()
@@ -279,9 +279,6 @@ class Engine:
         """Return when no other thread updates masters or reads gradients."""
         if self.stepper is not None:
             self.stepper.settle()
-
-    def _spans_of(self, optimizer: torch.optim.Optimizer) -> list[Span]:
-        return [span for binding in self.bindings if binding.optimizer is optimizer for span in binding.spans]
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
@@ -303,9 +300,10 @@ class Engine:
         """
         if self.config.step_in_backward and max_norm == float("inf"):
             return torch.tensor(float("nan"), device="cpu")  # nothing is left to measure
-        self.complete_gradients("clip_grad_norm_")
-        parts = parts_to_clip(self.trained, self.context, parameters)
-        return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
+        with self._wire.watch.doing("clip_grad_norm_()"):
+            self.complete_gradients("clip_grad_norm_")
+            parts = parts_to_clip(self.trained, self.context, parameters)
+            return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
@@ -357,9 +355,9 @@ class Engine:
         self.schedule.quiesce()
         self.wait_for_steps()
         self._bound.follow_writes()  # inside, nothing is sent
-        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         for event in self.events.before_unsharded:
             event()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
         context.is_unsharded, self.hold = True, hold
         try:
             yield
@@ -488,17 +486,18 @@ class Engine:
             CheckpointError: on every rank; names the rank, the file and the reason. `folder` is as it was.
             StateError: an optimizer's step was left half done.
         """
-        self.quiesce()
-        self.wait_for_save()
-        finish = self.saves.write_behind if async_save else Saving.commit
-        save(
-            self,
-            folder,
-            max_shard_size=max_shard_size,
-            save_optimizer=save_optimizer,
-            objects=objects,
-            finish=finish,
-        )
+        with self._wire.watch.doing(f"saving to {folder}"):
+            self.quiesce()
+            self.wait_for_save()
+            finish = self.saves.write_behind if async_save else Saving.commit
+            save(
+                self,
+                folder,
+                max_shard_size=max_shard_size,
+                save_optimizer=save_optimizer,
+                objects=objects,
+                finish=finish,
+            )
 
     def load(
         self,
@@ -568,6 +567,11 @@ class Engine:
         for binding, state in zip(self.bindings, states):
             unbind(binding, state)
         self.bindings = []
+        self.context.storage.close()
+
+    def on_detach(self, call: Callable[[], object]) -> None:
+        """Call `call` when the engine gives the model back."""
+        self._undo.append(call)
 
     def observer(self, kind: type[Attached]) -> Attached:
         """Return the observer of a class.

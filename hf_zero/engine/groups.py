@@ -7,7 +7,7 @@ segments are split where groups differ, and made where elements have none yet. S
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from ..errors import LayoutError, RankMismatchError
 from .context import Context
 from .optimizer import Binding, Groups
 from .optimizer_kinds import Kind, kind_of
+from .parameter import place_of
 from .segments import Segment, first_segments
 from .span import Span
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 Source = tuple[str, Any]
 """What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name).
-
-A group without segments on this rank has an empty tensor, so that every rank sees its group moved."""
+"""
 Held = tuple[list[Source], list[str]]
 """Sources of one group in their order, and names of the parameters that have elements in its segments here."""
 
@@ -64,8 +64,9 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindin
         ]
         changed = [each not in before or not before[each].is_current() for each in optimizers]
         held = [_held(each, bindings, names) for each in optimizers]
-        report.mine = ([(type(each).__name__, len(each.param_groups)) for each in optimizers], changed, held)
-    _check_alike([mine[0] for mine in report.everyone])
+        lines = [line for each, groups in zip(optimizers, held) for line in _lines(each, groups, each in before)]
+        report.mine = (lines, changed, held)
+    agree.same_lines([mine[0] for mine in report.everyone])
     originals: list[Groups] = []
     explicit = {
         source[1]
@@ -122,11 +123,12 @@ def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> l
 
 
 def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[Held]:
-    segments: dict[int, tuple[int, int, Segment | None]] = {}
-    for number, binding in enumerate(bindings):
-        for before, group_segments in enumerate(binding.segments):
-            segments |= {id(each.tensor): (number, before, each) for each in group_segments}
-            segments[id(binding.empty_of(before))] = number, before, None
+    segments = {
+        id(each.tensor): (number, before, each)
+        for number, binding in enumerate(bindings)
+        for before, group in enumerate(binding.segments)
+        for each in group
+    }
     out: list[Held] = []
     for at, group in enumerate(optimizer.param_groups):
         sources: dict[Source, None] = {}
@@ -136,8 +138,7 @@ def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: 
             if found is not None:
                 number, group_before, segment = found
                 sources["segments", (number, group_before)] = None
-                if segment is not None:
-                    members += [segment.span.name_of(index) for index in segment.members]
+                members += [segment.span.name_of(index) for index in segment.members]
             elif tensor in names:
                 sources["parameter", names[tensor][0]] = None
             else:
@@ -157,17 +158,18 @@ def _merged(ranks: Sequence[Held], bindings: Sequence[Binding], names: Names, ex
             out.append(param_of[source])
             continue
         number, at = source
-        out += [p for p in bindings[number].originals[at] if names[p][0] in present or not p.numel()]
+        out += [p for p in bindings[number].originals[at] if names[p][0] in present]
     return out
 
 
-def _check_alike(ranks: Sequence[Any]) -> None:
-    for rank, theirs in enumerate(ranks):
-        if theirs != ranks[0]:
-            raise RankMismatchError(
-                f"ranks differ in their optimizers: rank 0 has {ranks[0]}, rank {rank} has {theirs} (class, number of groups). "
-                "Build the same optimizers everywhere"
-            )
+def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[Held], is_bound: bool) -> Iterator[str]:
+    """What must be the same on every rank."""
+    name = type(optimizer).__name__
+    yield f"{name} with {len(groups)} groups"
+    for at, (sources, _) in enumerate(groups):
+        yield f"optimizer group {at} of {[source for kind, source in sources if kind == 'parameter']}"
+    if not is_bound:
+        yield f"{name} that has {'state' if optimizer.state else 'no state'}"
 
 
 def _check_once(optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], names: Names) -> None:
@@ -234,23 +236,42 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
     owner = {param: (each, at) for each in bindings for at, params in enumerate(each.originals) for param in params}
     kept = {segment: each for each in bindings for group in each.segments for segment in group}
     for binding in bindings:
-        binding.segments, binding.spans = [[] for _ in binding.originals], []
+        binding.segments, binding.spans, binding.shares = [[] for _ in binding.originals], [], {}
     for unit in context.units:
         for span in unit.spans:
             where = [owner.get(param) for param in span.params]
             span.segments = _segments_for(span, where, kept)
-            for found in dict.fromkeys(each[0] for each in where if each is not None):
+            owners = dict.fromkeys(each[0] for each in where if each is not None)
+            for found in owners:
                 found.spans.append(span)
+                if len(owners) > 1:
+                    found.shares[span] = [i for i, each in enumerate(where) if each is not None and each[0] is found]
             for segment in span.segments:
                 found_at = where[segment.members[0]]
                 if found_at is not None:
                     found_at[0].segments[found_at[1]].append(segment)
     for binding in bindings:
+        for group, params in zip(binding.segments, binding.originals):
+            if params and not group:
+                group.append(_without_elements(params))
         if binding.kind is Kind.MATRICES:  # in the order of the parameters: sums over several are rounded in that order
             order = {param: number for number, param in enumerate(p for params in binding.originals for p in params)}
             for group in binding.segments:
-                group.sort(key=lambda segment: order[segment.span.params[segment.members[0]]])
+                group.sort(
+                    key=lambda segment: order[segment.span.params[segment.members[0]]] if segment.members else -1
+                )
         binding.show_segments()
+
+
+def _without_elements(params: Sequence[nn.Parameter]) -> Segment:
+    """What a group holds of which this rank has no elements."""
+    place = place_of(params[0])
+    if place is None:
+        raise LayoutError("a parameter of an optimizer is not of the sharded model")
+    segment = Segment(place.span, 0, 0, [])
+    segment.tensor.requires_grad_(any(param.requires_grad for param in params))
+    segment.show_flag()
+    return segment
 
 
 def _segments_for(

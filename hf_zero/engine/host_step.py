@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,14 +24,14 @@ from ..comm.inflight import Inflight, Latch
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.pool import Storage
-from ..tiers.tier import Tier
+from ..tiers.tier import Meter, Tier
 from .context import Context
 from .optimizer import Binding
 from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
-from .twin import Twin, copied, is_elementwise
+from .twin import Twin, copied, in_host, is_elementwise
 from .unit import Unit
 
 
@@ -61,7 +62,9 @@ class Stepper:
         self._context, self._bindings, self._schedule = context, bindings, schedule
         self._storage: Storage = context.storage
         self._units = [unit for unit in context.units if any(span.tier is not Tier.DEVICE for span in unit.spans)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=self._begin_thread)
+        # The thread holds its initializer for life, and must not hold the engine.
+        begin = partial(_begin_thread, context.storage.meter)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=begin)
         self._twin: Twin | None = None
         self._broken: BaseException | None = None
         self._is_running = False  # maybe
@@ -71,9 +74,6 @@ class Stepper:
         if context.config.step_in_backward:
             context.events.unit_reduced.append(self.step_unit)
             context.events.before_gather.append(self._refuse_gather)
-
-    def _begin_thread(self) -> None:
-        self._storage.meter.stepper_thread = threading.get_ident()
 
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
@@ -103,9 +103,11 @@ class Stepper:
         self._context.is_stepping = self._context.has_updated = False
         updated, self._updated = self._updated, set()
         after = self._storage.link.mark()
+        # All are announced before one begins: the disk reads ahead.
+        steps = [self._announce(unit, binding, twin, after) for unit in self._units if unit not in updated]
+        for step in steps:
+            self._start(step)
         for unit in self._units:
-            if unit not in updated:
-                self._start(unit, binding, twin, after)
             for span in unit.trained:
                 for segment in span.segments:
                     segment.show_grad()
@@ -134,7 +136,7 @@ class Stepper:
         for span in unit.trained:
             if len(set(span.bucket.present)) > 1:
                 self._bindings[0].split(span)
-        self._start(unit, self._bindings[0], self._twin, self._storage.link.mark())
+        self._start(self._announce(unit, self._bindings[0], self._twin, self._storage.link.mark()))
         for span in unit.trained:
             if span.tier is not Tier.DEVICE:
                 span.bucket.grad = None
@@ -154,22 +156,22 @@ class Stepper:
                 f"unit {unit.name!r} is needed in a backward after step_in_backward updated it. Set step_in_backward to False"
             )
 
-    def _start(self, unit: Unit, binding: Binding, twin: Twin, after: Any) -> None:
+    def _announce(self, unit: Unit, binding: Binding, twin: Twin, after: Any) -> UnitStep | None:
+        """Make the unit's update known to its readers and to the ring; None where nothing is to be updated."""
         pieces, arrivals = [], []
-        for number, group in enumerate(binding.segments):
-            for segment in group:
-                span = segment.span
-                bucket = span.bucket
-                if span not in unit.trained or span.tier is Tier.DEVICE:
-                    continue
-                if segment.has_grad or binding.moves_all:
+        for span in unit.trained:
+            if span.tier is Tier.DEVICE:
+                continue
+            bucket = span.bucket
+            for segment in span.segments:
+                number = binding.group_of.get(span.params[segment.members[0]]) if segment.members else None
+                if number is not None and (segment.has_grad or binding.moves_all):
                     known = dict(binding.state_of(segment))
-                    pieces.append(
-                        Piece(segment, number, bucket.grad if segment.has_grad else None, bucket.factor, known)
-                    )
+                    grad = bucket.grad if segment.has_grad else None
+                    pieces.append(Piece(segment, number, grad, bucket.factor, known))
                     arrivals.append(bucket.land)
         if not pieces:
-            return
+            return None
         unit.wait_for_step()
         step = UnitStep(pieces, twin, binding.optimizer.state, after, arrivals)
         unit.step = step
@@ -177,7 +179,11 @@ class Stepper:
         for piece in pieces:
             if isinstance(piece.span.master, OnDisk):
                 self._ring.announce(piece)
-        self._pool.submit(self._run, step)
+        return step
+
+    def _start(self, step: UnitStep | None) -> None:
+        if step is not None:
+            self._pool.submit(self._run, step)
 
     def forget(self) -> None:
         """All values were loaded: what was updated in a backward does not matter any more."""
@@ -197,7 +203,7 @@ class Stepper:
             for land in step.arrivals:
                 land()
             for piece in step.pieces:
-                if isinstance(piece.span.master, OnDisk):
+                if isinstance(piece.span.master, OnDisk) and piece.segment.numel:
                     self._update_on_disk(step, piece)
                 else:
                     self._update_in_host(step, piece)
@@ -218,8 +224,12 @@ class Stepper:
         def memory(_: str, dtype: torch.dtype) -> Tensor:
             return self._storage.link.empty(segment.numel, dtype, travels=False)
 
-        master = cast(Tensor, piece.span.master)[segment.here]
-        grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
+        if segment.numel:
+            master = cast(Tensor, piece.span.master)[segment.here]
+            grad = None if piece.grad is None else cast(Tensor, piece.grad)[segment.here]
+        else:
+            master = torch.empty(0, dtype=piece.span.master_dtype, device="cpu")
+            grad = None if piece.grad is None else torch.empty_like(master)
         entries = self._update(step, piece, segment.start, master, grad, piece.known, memory)
         self._keep_state(step, piece, entries)
 
@@ -247,8 +257,7 @@ class Stepper:
                 else:
                     kept[name] = value
             self._ring.write(slot, targets)
-        if segment.numel:
-            self._keep_state(step, piece, kept)
+        self._keep_state(step, piece, kept)
 
     @staticmethod
     def _home(piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
@@ -283,11 +292,11 @@ class Stepper:
         numel, group, twin, sizes = master.numel(), piece.group, step.twin, self._storage.sizes
         width = sizes.block_numel if twin.is_fused(group) else sizes.loop_numel
         names = [name for name, value in entries.items() if is_elementwise(name, value, numel)]
-        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries)
+        has_moments = {"exp_avg", "exp_avg_sq", "step"} <= set(entries) and not master.is_complex()
         kernel = twin.kernels[group] if has_moments and grad is not None else None
-        count = entries["step"] + 1 if kernel is not None else None
+        count = in_host(entries["step"]) + 1 if kernel is not None else None
         out: dict[str, Any] = {name: entries[name] for name in names}
-        for low in range(0, numel, width):
+        for low in range(0, max(numel, 1), width):  # one block of nothing makes state, too
             here = slice(low, min(low + width, numel))
             values, part = master[here], None if grad is None else grad[here]
             if kernel is not None and count is not None and part is not None:
@@ -324,7 +333,8 @@ class Stepper:
         for name, value in entries.items():
             if isinstance(value, Tensor):
                 is_slab = isinstance(piece.known.get(name), OnDisk)
-                state[name] = value.view(shape).to(device) if is_slab else value.to(device) if value.dim() else value
+                moves = value.dim() > 0 or _is_state_of_one(name, value, shape)
+                state[name] = value.view(shape).to(device) if is_slab else value.to(device) if moves else value
         with link.computing(step.after):
             values = master.view(shape).to(device)
             part = None if grad is None else grad.view(shape).to(device)
@@ -352,7 +362,7 @@ class Stepper:
     def _publish(self, span: Span, start: int, values: Tensor, after: Any) -> None:
         """New values of the master to what gathers read, if that is other memory."""
         home = span.published
-        if home is None:
+        if home is None or not values.numel():
             return
         target = home[start : start + values.numel()]
         if isinstance(target, Tensor) and target.device.type == "cpu":
@@ -385,6 +395,15 @@ class Stepper:
             without_error(move.close)
         self._leaving.clear()
         self._ring.abandon()
+
+
+def _is_state_of_one(name: str, value: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a 0-dim state is of a 0-dim parameter's one element, and is not a count."""
+    return name != "step" and value.shape == torch.Size(shape)
+
+
+def _begin_thread(meter: Meter) -> None:
+    meter.stepper_thread = threading.get_ident()
 
 
 def _on_disk(values: Values) -> OnDisk:

@@ -43,6 +43,7 @@ EVENTS = (
     "grad_assigned",
     "segment_grad_read",
     "segment_grad_assigned",
+    "segment_data_read",
     "requires_grad_set",
     "param_copied",
 )
@@ -80,10 +81,14 @@ class Observer:
         `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
         `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
         `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
+        `segment_data_read(segment, values)`: user code reads `data` of a tensor in a group, outside a step.
     """
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, optimizers: Sequence[Any]) -> None:
         """Called before anything has changed. Raises a named error for a model that the observer cannot follow."""
+
+    def refused(self) -> None:
+        """Called once, in place of `attach`, when the engine was not built after `check`."""
 
     def attach(self, engine: Any) -> None:
         """Called once, when all units are built and before the first event."""
@@ -132,5 +137,6 @@ class Events:
     grad_assigned: list[Callable[..., bool]]
     segment_grad_read: list[Callable[..., Any]]
     segment_grad_assigned: list[Callable[..., bool]]
+    segment_data_read: list[Callable[..., None]]
     requires_grad_set: list[Callable[..., None]]
     param_copied: list[Callable[..., Tensor]]

@@ -38,6 +38,7 @@ class Binding:
         segments: by group, what the group holds.
         moves_all: its step changes parameters without a gradient, too.
         param_names: names that user code gave parameters in `group["param_names"]`.
+        shares: spans that another optimizer has parameters of, too, with the indices of this one's.
     """
 
     def __init__(
@@ -50,24 +51,30 @@ class Binding:
             kind,
             context,
         )
+        self._group_of: dict[nn.Parameter, int] = {}
+        self._grouped: Groups | None = None
+        """The `originals` that `_group_of` was made of."""
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
+        self.shares: dict[Span, list[int]] = {}
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
         self._shown: list[list[int]] = []
         self.param_names: dict[nn.Parameter, str] = {}
         for group, params in zip(optimizer.param_groups, originals):
             self.param_names |= dict(zip(params, group.get("param_names", ())))
-        self._empty: dict[int, nn.Parameter] = {}
 
     @property
     def group_of(self) -> dict[nn.Parameter, int]:
-        return {param: number for number, params in enumerate(self.originals) for param in params}
+        if self._grouped is not self.originals:
+            self._grouped = self.originals
+            self._group_of = {param: number for number, params in enumerate(self.originals) for param in params}
+        return self._group_of
 
     def show_segments(self) -> None:
         """The groups hold what `segments` says."""
         groups = self.optimizer.param_groups
-        for number, (group, mine) in enumerate(zip(groups, self.segments)):
-            group["params"] = [segment.tensor for segment in mine] or [self.empty_of(number)]
+        for group, mine in zip(groups, self.segments):
+            group["params"] = [segment.tensor for segment in mine]
         self._shown = [list(map(id, group["params"])) for group in groups]
 
     def hide_offloaded(self) -> None:
@@ -95,12 +102,6 @@ class Binding:
                         entries[name] = value.clone()
                 before.copy_(values.reshape(-1))
                 segment.tensor.data = before.view(segment.tensor.shape)
-
-    def empty_of(self, group: int) -> nn.Parameter:
-        """Return what a group holds of which this rank has no elements: a tensor without any, which takes flags."""
-        if group not in self._empty:
-            self._empty[group] = nn.Parameter(torch.empty(0, device=self._context.device))
-        return self._empty[group]
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
         found: dict[str, Any] = dict.get(self.optimizer.state, segment.tensor, {})

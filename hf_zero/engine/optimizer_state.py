@@ -76,7 +76,7 @@ def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
     mine: list[Described] = []
     failure: ZeroError | None = None
     try:
-        mine = [_described(binding, segment) for group in binding.segments for segment in group]
+        mine = [_described(binding, segment) for group in binding.segments for segment in group if segment.members]
     except ZeroError as error:
         failure = error
     is_shared = any(span.layout.shards > 1 for span in binding.spans)
@@ -288,9 +288,9 @@ def new_room(segment: Segment, name: str, dtype: torch.dtype, shape: Sequence[in
     if isinstance(kept, (Tensor, OnDisk)) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
         return kept
     span, numel = segment.span, math.prod(shape)
-    if span.tier is Tier.DEVICE:
+    if segment.tier is Tier.DEVICE:
         return torch.empty(tuple(shape), dtype=dtype, device=span.device)
-    if span.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
+    if segment.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
         return span.state_on_disk(name, dtype)[segment.here]
     memory = span.context.storage_tier(Tier.HOST).empty(numel, dtype)
     return memory.view(tuple(shape)) if isinstance(memory, Tensor) else memory

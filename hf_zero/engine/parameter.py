@@ -11,6 +11,7 @@ A parameter's C++ `data` is a view of its span's buffer, always: only its class 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,12 +89,27 @@ def set_source(param: Tensor, source: Source | None) -> None:
 
 
 class Place:
-    """Where one parameter lies: its unit, its span, and its index there."""
+    """Where one parameter lies: its span, and its index there. A graph that is kept holds parameters, and so no engine.
 
-    __slots__ = ("index", "span", "unit")
+    Raises:
+        StateError: (on reading `span` or `unit`) the engine is gone.
+    """
 
-    def __init__(self, unit: Unit, span: Span, index: int) -> None:
-        self.unit, self.span, self.index = unit, span, index
+    __slots__ = ("_span", "index")
+
+    def __init__(self, span: Span, index: int) -> None:
+        self._span, self.index = weakref.ref(span), index
+
+    @property
+    def span(self) -> Span:
+        found = self._span()
+        if found is None:
+            raise StateError("a sharded parameter was used, and its engine is gone: keep a reference to the model")
+        return found
+
+    @property
+    def unit(self) -> Unit:
+        return self.span.unit
 
 
 class ShardedParameter(nn.Parameter):

@@ -117,13 +117,16 @@ class OptimizerPieces:
     # To be written ----------------------------------------------------------------------------------------------------
 
     def described(self) -> dict[str, ParameterState]:
-        out = dict(self._described)
+        """In the groups' order, however the ranks hold the parameters."""
+        out: dict[str, ParameterState] = {}
         for _, slot in self._slots():
-            spec = slot.spec
+            spec, known = slot.spec, self._described.get(slot.spec.name)
             if spec.master_dtype != spec.dtype:
-                known = out.get(spec.name, ParameterState(spec.shape, {}, {}))
+                known = known or ParameterState(spec.shape, {}, {})
                 arrays = {**known.arrays, MASTER: (spec.master_dtype, spec.shape)}
-                out[spec.name] = ParameterState(spec.shape, arrays, known.scalars)
+                known = ParameterState(spec.shape, arrays, known.scalars)
+            if known is not None:
+                out[spec.name] = known
         return out
 
     def written(self, rank: int, size: int) -> dict[str, list[Held]]:

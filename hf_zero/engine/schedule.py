@@ -12,9 +12,11 @@ Python work per step grows with units, never with parameters, but for class chan
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,15 +24,17 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ..errors import StateError
+from ..core.units import is_plain_embedding
+from ..errors import StallError, StateError
 from .context import Context
 from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
 from .parameter import set_raw_grad
-from .tape import Tape, Token, Use
+from .tape import HIGHEST, Tape, Token, Use
 from .unit import State, Unit
 
-Calls = list[tuple[Use | None, int]]
-"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph."""
+Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
+"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
+profiler's trace."""
 _REDUCES_AHEAD = 1
 """Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
@@ -44,7 +48,7 @@ class Schedule:
     Attributes:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
-        lost: why gradients of this step are gone; None if they are not.
+        puts_off: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
     """
 
     def __init__(self, context: Context, after_sync: Callable[[], None]) -> None:
@@ -52,8 +56,9 @@ class Schedule:
         self.frees, self._wire, self._after_sync = context.frees, context.wire, after_sync
         self.tape = Tape()
         self.sync = True
-        self.defers = False
-        self.lost: str | None = None
+        self.defers = self.puts_off = False
+        self._lost: str | None = None  # why gradients of this step are gone
+        self._is_first = True  # of the backwards since the last step: if it raises, nothing else is gone
         self.in_backward = False
         self._task = -1
         self._needs_flush = False  # a backward inside no_sync left gradients on this rank
@@ -61,8 +66,9 @@ class Schedule:
         self._keeps_graph = False  # the backward builds a graph of itself
         # Forward
         self._running: list[int] = [0] * len(self.units)
+        self._awaited: list[int] = [0] * len(self.units)  # bits of hosts that are still to run: the unit stays
         self._depth = 0  # of calls of the root
-        self._keeps = False  # a backward may follow this forward: units of `Context.kept` stay
+        self._keeps = False  # this forward, or a part of it, builds a graph
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
@@ -82,11 +88,12 @@ class Schedule:
     def _hook(self) -> None:
         model, add = self.context.model, self._handles.append
         for unit in self.units:
-            for host in unit.hosts:
-                calls: list[tuple[Use | None, int]] = []
-                before, after = partial(self.begin_use, unit, calls), partial(self._post_forward, unit, calls)
+            for number, host in enumerate(unit.hosts):
+                calls: Calls = []
+                before = partial(self._pre_forward, unit, calls, 1 << number, not is_plain_embedding(host))
+                after = partial(self._post_forward, unit, calls)
                 add(host.register_forward_pre_hook(before, prepend=True))
-                add(host.register_forward_hook(after, always_call=True))
+                add(host.register_forward_hook(after, always_call=True, with_kwargs=True))
         # torch runs prepended hooks in reverse order: the root's runs first, also where the root hosts a unit.
         add(model.register_forward_pre_hook(self._pre_root, prepend=True, with_kwargs=True))
         add(model.register_forward_hook(self._post_root, always_call=True))
@@ -108,17 +115,24 @@ class Schedule:
         self.context.check()
         for event in self.events.before_forward:
             event(args, kwargs)
-        self._keeps = torch.is_grad_enabled()
+        self._begin_forward()
         self._running = [0] * len(self.units)
+        self._awaited = [(1 << len(unit.hosts)) - 1 for unit in self.units]
         self._last_order, self._order = self._order, []
+
+    def _begin_forward(self) -> None:
+        self._keeps = torch.is_grad_enabled()
+        self._wire.watch.phase = "forward" if self._keeps else "a forward without gradients"
 
     def _post_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if backward_id() >= 0 or self._depth == 0:
             return
         self._depth -= 1
-        if self._depth:
+        if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # no transfer will end
             return
         if torch.is_grad_enabled():
+            if self._tail is None and self._order and self._order[-1].index not in self.context.kept:
+                self._tail = self._order[-1]  # a host of it that was not called has kept it so far
             hook = partial(_enter_root, weakref.ref(self))
             for node in nodes_of(tensors_in(output), 0):
                 node.register_prehook(hook)
@@ -127,11 +141,16 @@ class Schedule:
         ):  # else another rank's forward may have a graph, and keeps it
             self._tail.release()
             self._tail = None
-        self._release_prefetched(keeps=self._keeps)
+        self._release_prefetched(keeps=self._keeps_units)
         for event in self.events.after_forward:
             event(output)
         if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
+
+    @property
+    def _keeps_units(self) -> bool:
+        """A backward may follow: units of `Context.kept` stay. Also where this forward has a graph on other ranks alone."""
+        return self._keeps or bool(self.tape.uses)
 
     def _release_prefetched(self, *, keeps: bool = False) -> None:
         if self.frees:
@@ -142,11 +161,16 @@ class Schedule:
                     continue
                 unit.release()
 
-    def begin_use(self, unit: Unit, calls: Calls, *_: Any) -> None:
+    def _pre_forward(self, unit: Unit, calls: Calls, host: int, reads: bool, *_: Any) -> None:
+        self._awaited[unit.index] &= ~host
+        self.begin_use(unit, calls, reads=reads)
+
+    def begin_use(self, unit: Unit, calls: Calls, *, reads: bool = True) -> None:
         """Code that reads the unit's parameters begins: the forward of a host, or one operation.
 
         Args:
             calls: to be passed to `end_use`.
+            reads: its backward reads them, too.
         """
         in_backward = backward_id() >= 0
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
@@ -154,7 +178,7 @@ class Schedule:
             self.context.check()
             for event in self.events.before_part:
                 event(unit)
-            self._keeps = torch.is_grad_enabled()
+            self._begin_forward()
         tail = self._tail
         if tail is not None and tail is not unit and not in_backward:
             self._tail = None
@@ -176,12 +200,14 @@ class Schedule:
         # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
         has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
         if has_graph and (self.frees or unit.trained):
-            # Inside a backward the forward is a recomputation: its uses are not on the tape.
-            use = Use(unit, -1) if in_backward else self.tape.open(unit)
+            # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
+            is_apart = in_backward or (self.frees and self.context.is_unsharded)
+            use = Use(unit, -1, reads=reads) if is_apart else self.tape.open(unit, reads=reads)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
-        calls.append((use, next_sequence_number()))
+        named = unit.named("forward")
+        calls.append((use, next_sequence_number(), named))
 
     def _prefetch(self, unit: Unit) -> None:
         """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
@@ -189,14 +215,16 @@ class Schedule:
         if self._depth and at + 1 < len(self._last_order) and self._last_order[at] is unit:
             self._last_order[at + 1].gather()
 
-    def _post_forward(self, unit: Unit, calls: Calls, module: nn.Module, args: Any, output: Any) -> None:
-        self.end_use(unit, calls, output)
+    def _post_forward(self, unit: Unit, calls: Calls, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.end_use(unit, calls, output, (args, kwargs))
 
-    def end_use(self, unit: Unit, calls: Calls, output: Any) -> None:
-        """The code has returned `output`: a backward that comes to it needs the unit."""
+    def end_use(self, unit: Unit, calls: Calls, output: Any, inputs: Any = ()) -> None:
+        """The code has returned `output`: a backward that comes to it, or to what it put into `inputs`, needs the unit."""
         if not calls:
             return
-        use, first = calls.pop()
+        use, first, named = calls.pop()
+        if named is not None:
+            named.__exit__(None, None, None)
         in_backward = backward_id() >= 0
         self._running[unit.index] = max(0, self._running[unit.index] - 1)
         found = tensors_in(output) if self.frees or use is not None else []
@@ -204,12 +232,12 @@ class Schedule:
             for event in self.events.use_ended:
                 event(unit, found)
         if use is not None:
-            token = Token(use) if in_backward else self.tape.close(use)
-            nodes = nodes_of(found, first)
+            token = Token(use) if use.opened < 0 else self.tape.close(use)
+            nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
                 node.register_prehook(hook)
-            if not nodes and not found and output is not None and self.frees:
+            if not found and output is not None and self.frees:
                 self._kept.add(unit)  # its output cannot be searched: only the end of the backward is certain
         if not self.frees or self._running[unit.index]:
             return
@@ -218,9 +246,12 @@ class Schedule:
             return
         if not in_backward:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
-            if not (self._keeps and unit.index in self.context.kept):
-                self._tail = unit
-        elif not any(each.unit is unit and not each.is_done for each in self._entered):
+            is_used_again = self._depth > 0 and self._awaited[unit.index]
+            if not (is_used_again or (unit.index in self.context.kept and self._keeps_units)):
+                inner, self._tail = self._tail, unit
+                if inner is not None and inner is not unit and not self._running[inner.index]:
+                    inner.release()  # the last one inside this call
+        elif not any(each.index == unit.index and not each.is_done for each in self._entered):
             unit.release()
 
     def keep(self, unit: Unit, *, to_step: bool) -> None:
@@ -253,7 +284,11 @@ class Schedule:
         if self.in_backward:
             return
         self.context.refuse_unsharded("a backward")
+        self._is_first = not self._has_run_backward
+        if self._is_first:  # one that raised before was the only one: this takes its place
+            self._lost = None
         self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
+        self._wire.watch.phase = "backward"
         self._task = backward_id()
         self._keeps_graph = torch.is_grad_enabled()
         for event in self.events.before_backward:
@@ -271,8 +306,8 @@ class Schedule:
                 self._wire,
                 self.units,
                 each_use=self.frees,
-                mark=self.context.flags_mark,
-                refuse=self.context.refuse_other_flags,
+                mark=(self.context.flags_mark << 1 | self.sends) & HIGHEST,
+                refuse=partial(self.context.refuse_other_marks, sends=self.sends),
             )
         if self.frees:
             self._to_reduce.extend(answer())
@@ -284,9 +319,9 @@ class Schedule:
         for use in listed:
             use.is_entered = use.is_done = False
         self._walk = sorted(listed, key=lambda use: -use.closed)
-        self._left = dict.fromkeys([use.unit for use in listed], 0)
+        self._left = dict.fromkeys([self.units[use.index] for use in listed], 0)
         for use in listed:
-            self._left[use.unit] += 1
+            self._left[self.units[use.index]] += 1
 
     def enter(self, use: Use) -> None:
         """The backward comes to the output of a use."""
@@ -295,15 +330,13 @@ class Schedule:
         if backward_id() != self._task:
             self._enter_nested(use)
             return
-        if not use.is_listed:  # a graph from before the last step
-            self._need(use.unit)
-            self._kept.add(use.unit)
+        # From before the last step, or passed in the order of the tape and reached after all.
+        if not use.is_listed or (use.is_entered and use.is_done and self.frees):
+            if use.reads:
+                self._need(self.units[use.index])
+                self._kept.add(self.units[use.index])
             return
         if use.is_entered:
-            if not use.is_done or not self.frees:
-                return
-            self._need(use.unit)  # passed in the order of the tape, and reached after all
-            self._kept.add(use.unit)
             return
         while self._walked < len(self._walk):
             each = self._walk[self._walked]
@@ -315,16 +348,17 @@ class Schedule:
 
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         use.is_entered = True
-        for earlier in [*self._entered]:
-            if earlier.opened > use.closed:
-                self._finish_use(earlier)
-        self._entered.append(use)
+        over = [earlier for earlier in self._entered if earlier.opened > use.closed]
+        self._entered.append(use)  # first: an earlier use of its unit does not release it
+        for earlier in over:
+            self._finish_use(earlier)
         if not self.frees:
             return
-        self._need(use.unit)
+        if use.reads:
+            self._need(self.units[use.index])
         following = self._walk[self._walked] if self._walked < len(self._walk) else None
-        if following is not None and not skipped:
-            following.unit.gather()
+        if following is not None and following.reads and not skipped:
+            self.units[following.index].gather()
 
     def _need(self, unit: Unit) -> None:
         if unit.state is not State.GATHERED:
@@ -333,12 +367,12 @@ class Schedule:
 
     def reach(self, unit: Unit) -> bool:
         """A backward reads what a graph saved of the unit's memory. Returns False if it had come to the unit by an output."""
-        if any(each.unit is unit for each in self._entered) and unit.state is State.GATHERED:
+        if any(each.index == unit.index for each in self._entered) and unit.state is State.GATHERED:
             return False
         if backward_id() >= 0:
             self.begin()
             for use in self._walk[self._walked :]:
-                if use.unit is unit:
+                if use.index == unit.index and use.reads:
                     self.enter(use)  # in the order of the tape, like the ranks that come to its output
                     return True
         self._need(unit)
@@ -349,7 +383,7 @@ class Schedule:
         """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""
         use.is_done = True
         self._entered.remove(use)
-        unit = use.unit
+        unit = self.units[use.index]
         self._left[unit] -= 1
         if not self._left[unit] and self.sends:
             self._reduce_ready()
@@ -357,8 +391,8 @@ class Schedule:
             self._release_unless_entered(unit)
 
     def _release_unless_entered(self, unit: Unit) -> None:
-        for each in self._entered:
-            if each.unit is unit:
+        for each in (*self._entered, *self._walk[self._walked : self._walked + 1]):
+            if each.index == unit.index and each.reads:
                 return
         unit.release()
 
@@ -373,6 +407,8 @@ class Schedule:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        for span in unit.trained:
+            span.bucket.count_fresh()
         while len(self._reducing) >= _REDUCES_AHEAD:
             self._reducing.popleft().finish_reduce()
         unit.reduce()
@@ -380,8 +416,8 @@ class Schedule:
 
     def _enter_nested(self, use: Use) -> None:
         """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
-        unit = use.unit
-        self._need(unit)
+        if use.reads:
+            self._need(self.units[use.index])
         if not use.is_entered:
             use.is_entered = True
             self._entered.append(use)
@@ -390,11 +426,11 @@ class Schedule:
     def end_nested(self, use: Use) -> None:
         if use in self._entered:
             self._entered.remove(use)
-            unit = use.unit
+            unit = self.units[use.index]
             if self.frees and not self._left.get(unit):
                 if self.sends and unit.trained:
                     self._reduce(unit)
-                if not any(each.unit is unit for each in self._entered) and unit not in self._kept:
+                if not any(each.index == unit.index for each in self._entered) and unit not in self._kept:
                     unit.release()
 
     def end(self) -> None:
@@ -420,6 +456,8 @@ class Schedule:
         self._finish()
 
     def _finish(self) -> None:
+        if not self.sync:
+            self.puts_off = self.defers
         if self.sends:
             self._reduce_ready(all_=True)
             while self._reducing:
@@ -433,6 +471,7 @@ class Schedule:
                     unit.hold()
         for event in self.events.after_backward:
             event()
+        self._wire.watch.phase = "what follows the backward"
         self.in_backward = False  # not before: an exception up to here is a backward that failed
 
     def reduce_late(self, units: Sequence[Unit]) -> None:
@@ -445,8 +484,14 @@ class Schedule:
     # Between passes ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Reduce gradients that `no_sync` or a backward without hooks left on this rank. A collective where there are any."""
+        """Reduce gradients that `no_sync` or a backward without hooks left on this rank. A collective where there are any.
+
+        Raises:
+            StateError: a backward of this step raised, after others.
+        """
         self.recover()
+        if self._lost is not None:
+            raise StateError(f"{self._lost}. Call zero_grad() and repeat the step")
         missed = not self._has_run_backward and any(unit.trained and unit.has_local_grads for unit in self.units)
         if not self._needs_flush and not missed:
             return
@@ -454,11 +499,16 @@ class Schedule:
         try:
             for event in self.events.before_backward:
                 event()
-            self.in_backward = self._has_run_backward = True
+            self.in_backward, self._has_run_backward, self._is_first = True, True, False
             self._to_reduce, self._left = deque(), {}
             self._finish()
         finally:
             self.sync = sync
+
+    def forget_gradients(self) -> None:
+        """All gradients of this step are cleared."""
+        self.recover()
+        self._lost, self._has_run_backward = None, False
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
@@ -483,10 +533,9 @@ class Schedule:
         if backward_id() >= 0:
             return
         if self.in_backward:
-            self.lost = (
-                "a backward of this step raised: its gradients are gone, "
-                "and those of earlier backwards of the step with them"
-            )
+            others = "" if self._is_first else ", and those of earlier backwards of the step with them"
+            self._lost = f"a backward of this step raised: its gradients are gone{others}"
+            self._has_run_backward = not self._is_first
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self._answer = None
@@ -508,13 +557,22 @@ class Schedule:
             self.in_backward = False
 
 
-def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+def alive(schedule: weakref.ref[Schedule]) -> Schedule:
+    """Return the schedule that a graph refers to.
+
+    Raises:
+        StateError: it is gone, and so are the values that the graph needs.
+    """
     found = schedule()
     if found is None:
         raise StateError(
             "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
         )
-    found.enter(token.use)
+    return found
+
+
+def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
+    alive(schedule).enter(token.use)
 
 
 def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:

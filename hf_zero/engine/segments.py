@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.tier import Tier
-from .parameter import raw_grad, set_raw_grad
+from .parameter import raw_data, raw_grad, reads_no_values, set_raw_data, set_raw_grad
 
 if TYPE_CHECKING:
     from .span import Span
 
 
 class SegmentTensor(nn.Parameter):
-    """What a group holds, outside of the optimizer's own step, where an observer asked for it: `grad` is an event.
+    """What a group holds, outside of the optimizer's own step, where an observer asked for it: access is an event.
 
     torch chooses its fast kernels by the exact class of parameters, so within the step they are plain.
     """
@@ -46,6 +46,17 @@ class SegmentTensor(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    @property
+    def data(self) -> Tensor:
+        values = raw_data(self)
+        for event in self._zero_segment.span.events.segment_data_read:
+            event(self._zero_segment, values)
+        return values
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        set_raw_data(self, values)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -56,8 +67,36 @@ class SegmentTensor(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
+class OffloadedSegmentTensor(SegmentTensor):
+    """As `SegmentTensor`, of a master in host memory, whose update may be under way, or on disk, which has no values here."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name != "grad" and not reads_no_values(func):
+            for each in _offloaded_in((*args, *(kwargs or {}).values())):
+                each._zero_segment.wait_for_values()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _offloaded_in(values: Any) -> list[OffloadedSegmentTensor]:
+    found: list[OffloadedSegmentTensor] = []
+    for each in values:
+        if isinstance(each, OffloadedSegmentTensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list)):
+            found += _offloaded_in(each)
+    return found
+
+
 class Segment:
     """Elements `start` to `stop` of a span's slice.
+
+    A group of which this rank has no elements holds one segment without members: every rank takes part in what user code
+    does with a group, and sees its flags.
 
     Attributes:
         members: indices of the parameters that have elements here, in order.
@@ -85,11 +124,19 @@ class Segment:
         return slice(self.start, self.stop)
 
     @property
+    def tier(self) -> Tier:
+        """Where its state is stored. What has no elements is never on disk."""
+        is_in_host = not self.numel and self.span.tier is Tier.DISK
+        return Tier.HOST if is_in_host else self.span.tier
+
+    @property
     def is_matrix(self) -> bool:
         """The segment is one parameter of true shape."""
-        return self.span.layout.is_whole
+        return bool(self.members) and self.span.layout.is_whole
 
     def _values(self) -> Tensor:
+        if not self.members:
+            return torch.empty(0, dtype=self.span.master_dtype, device=self.span.device)
         part: Values = self.span.master[self.start : self.stop]
         if isinstance(part, OnDisk):
             return torch.full((), float("nan"), dtype=part.dtype, device="cpu").expand(self.shape)
@@ -106,18 +153,32 @@ class Segment:
         master = self.span.master
         if isinstance(master, OnDisk) or not self.numel:
             return False
-        return self.tensor.data_ptr() != master.data_ptr() + self.start * master.element_size()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor.data_ptr() != master.data_ptr() + self.start * master.element_size()
 
     @property
     def shape(self) -> torch.Size:
-        spec = self.span.layout.slots[self.members[0]].spec
-        return torch.Size(spec.shape if self.is_matrix else (self.numel,))
+        return torch.Size(self.span.layout.slots[self.members[0]].spec.shape if self.is_matrix else (self.numel,))
 
     def report_grad(self, reports: bool) -> None:
-        """Let reads and assignments of the tensor's `grad` be events, or not."""
+        """Let access to the tensor's `grad` and `data` be events, or not."""
         if reports:
             self.tensor._zero_segment = self  # type: ignore[attr-defined]
-        self.tensor.__class__ = SegmentTensor if reports else nn.Parameter
+        kind = SegmentTensor if self.span.tier is Tier.DEVICE else OffloadedSegmentTensor
+        self.tensor.__class__ = kind if reports else nn.Parameter
+
+    def wait_for_values(self) -> None:
+        """User code reads or writes the tensor of an offloaded segment.
+
+        Raises:
+            StateError: the master is on disk.
+        """
+        if isinstance(self.span.master, OnDisk):
+            raise StateError(
+                "the tensors of the optimizer's groups have no values where its state rests on disk. Read and write "
+                "model.parameters(), or use zero.full_parameter and zero.set_full_parameter"
+            )
+        self.span.unit.wait_for_step()
 
     @property
     def has_grad(self) -> bool:
@@ -127,8 +188,9 @@ class Segment:
 
     def show_flag(self) -> None:
         """Give the optimizer's tensor `requires_grad` of its parameters."""
-        self.trains = any(self.span.params[index].requires_grad for index in self.members)
-        self.tensor.requires_grad_(self.trains)
+        if self.members:
+            self.tensor.requires_grad_(any(self.span.params[index].requires_grad for index in self.members))
+        self.trains = self.tensor.requires_grad
 
     def refill(self) -> None:
         """Make the tensor again, of other bounds or members."""
@@ -141,7 +203,8 @@ class Segment:
     def rest_on(self, slice_values: Tensor) -> None:
         """The master has other memory now: that of `slice_values`."""
         part = slice_values[self.start : self.stop]
-        self.tensor.data = part.view(self.tensor.shape)
+        with torch._C.DisableTorchFunctionSubclass():
+            set_raw_data(self.tensor, part.view(self.tensor.shape))
 
     def show_grad(self) -> None:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
@@ -183,7 +246,9 @@ def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]
             found.append(Segment(span, part.start, part.stop, [index]))
     if found and not found[-1].is_matrix and span.layout.used_numel < span.layout.numel:
         _take_padding(found[-1])
-    return found
+    # Every rank has those without elements: they have gradients and state like any other.
+    empty = [index for index, slot in enumerate(span.layout.slots) if not slot.spec.numel and groups[index] is not None]
+    return [*(Segment(span, 0, 0, [index]) for index in empty), *found]
 
 
 def _take_padding(segment: Segment) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,20 +15,22 @@ from ..comm.hybrid import in_replicas
 from ..comm.wire import SoloWire
 from ..config import STAGES, ZeroConfig
 from ..core.precision import Precision
+from ..core.units import LIMITS, Limits
 from ..errors import ConfigError, RankMismatchError, TierError
 from ..plan.costs import Placement
-from ..plan.machine import Machine
+from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, plan
 from ..plan.solve import PlanInputs
 from ..tiers.fingerprint import fingerprint
+from ..tiers.host import freeing_at_once, keep_freed
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
 from .build import build_units, device_of, layout_for, move_buffers, specs_of
 from .context import Context
-from .engine import Engine
+from .engine import Engine, engine_of
 from .groups import bind, originals_of
 from .observer import Events, Observer
-from .optimizer_kinds import kind_of
+from .optimizer_kinds import kind_of, state_tensors
 from .parameter import place_of, source_of
 
 Made = TypeVar("Made", bound=Engine)
@@ -43,7 +45,10 @@ def shard(
     *,
     mixed_precision: str | None = "no",
     device: torch.device | None = None,
+    machine: Machine | None = None,
+    open_wire: Callable[[torch.device], SoloWire] = open_wire,
     open_storage: Callable[[torch.device, int, str | None], Storage] = Storage,
+    limits: Limits = LIMITS,
     kind: type[Made] = Engine,  # type: ignore[assignment]
 ) -> Made:
     """Shard `model` and `optimizer` in place over the default process group. A collective.
@@ -57,8 +62,11 @@ def shard(
         observers: what attaches to the engine's events. Without any, ordinary training loops work.
         mixed_precision: `no`, `bf16` or `fp16`: the forward runs under autocast.
         device: where to compute, for a model that is in host memory.
+        machine: measured speeds, for `auto`.
+        open_wire: opens the transport between ranks for buffers on a device. Another one may watch, or not be there.
         open_storage: creates what the tiers share, from the device, the rank and `offload_dir`. Another one may work in blocks
             of other sizes, or reach the device over another link.
+        limits: of the sizes of units.
         kind: the engine's class.
 
     Returns:
@@ -82,14 +90,13 @@ def shard(
         wire.start(config.stall_s)
     # What one rank refuses, every rank refuses, before anything has changed.
     with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
-        if any(place_of(param) is not None for param in model.parameters()):
-            raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+        _check_free(model)
         for observer in observers:
-            observer.check(model)
+            observer.check(model, optimizers)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
-        drafter = Drafter(model, precision, units=config.units)
+        drafter = Drafter(model, precision, limits, config.units)
         where = device_of(model, device)
         originals = originals_of(optimizers, drafter.names)
         is_sharded = config.shards(wire.size) > 1
@@ -107,16 +114,63 @@ def shard(
     layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
-    made = plan(PlanInputs(layout, Machine(), config, wire.size, precision, in_files=_in_files(drafter, wire)))
+    found = _free_now(wire, where, config, machine or Machine(), drafter.names)
+    tensors = state_tensors(optimizers)
+    in_files = _in_files(drafter, wire)
+    made = plan(
+        PlanInputs(layout, found, config, wire.size, precision, tensors, sizes=storage.sizes, in_files=in_files)
+    )
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
-        _check_offload(config, precision, storage, len(optimizers))
-        build_units(context, drafter, specs, made.placements)
+        _check_offload(config, precision, storage, len(optimizers), shows_grads=bool(events.segment_grad_read))
+        if storage.uses_disk and (needed := made.memory.at_rest(Tier.DISK)):
+            storage.disk.give_back(storage.disk.take(needed))  # refuses a disk without room
+        if where.type == "cpu" and wire.size > 1 and policy.keep_full and not config.offloads:
+            keep_freed()  # not where memory counts most: the holes of the heap are a sixth of stage 3's peak
+        with freeing_at_once():
+            build_units(context, drafter, specs, made.placements)
     move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
+
+
+def _check_free(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: an engine has the model or a part of it; parameters are inference tensors, or masters would be.
+    """
+    if engine_of(model) is not None:
+        raise ConfigError(f"this {type(model).__name__} is sharded already. Call detach() on its engine first")
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "zero.shard was called inside torch.inference_mode(), whose tensors cannot train. Call it outside"
+        )
+    for name, param in model.named_parameters():
+        place = place_of(param)
+        if place is not None:
+            raise ConfigError(
+                f"parameter {name!r} belongs to a sharded {type(place.unit.context.model).__name__} already. Shard one module "
+                "that holds everything, copy the part first (copy.deepcopy), or call detach() on that engine"
+            )
+        if not torch.nn.parameter.is_lazy(param) and param.is_inference():
+            raise ConfigError(
+                f"parameter {name!r} was created inside torch.inference_mode(), whose tensors cannot train. Build the model "
+                "outside of it, under torch.no_grad() where no graph is wanted"
+            )
+
+
+def _free_now(
+    wire: SoloWire, device: torch.device, config: ZeroConfig, machine: Machine, params: Iterable[nn.Parameter]
+) -> Machine:
+    """Return what the plan may count on: under `auto`, the least of what any rank has free now. A collective then."""
+    if not config.is_auto:
+        return Machine()
+    held = sum(param.untyped_storage().nbytes() for param in params if param.device == device)
+    free = here(device, ranks=wire.ranks_here(), offload_dir=config.offload_dir, held_bytes=held)
+    everyone: list[Machine] = wire.exchange(free.with_speeds_of(machine))
+    return Machine.least(everyone)
 
 
 def _in_files(drafter: Drafter, wire: SoloWire) -> frozenset[str]:
@@ -130,8 +184,13 @@ def _on_disk(placement: Placement) -> bool:
     return placement.parameters is Tier.DISK or any(tier is Tier.DISK for tier, _ in placement.optimizer)
 
 
-def _check_offload(config: ZeroConfig, precision: Precision, storage: Storage, optimizers: int) -> None:
+def _check_offload(
+    config: ZeroConfig, precision: Precision, storage: Storage, optimizers: int, *, shows_grads: bool
+) -> None:
     """
+    Args:
+        shows_grads: an observer shows the optimizer's groups gradients that are on disk.
+
     Raises:
         ConfigError: the folder of the disk tier cannot be used; fp16 with gradients that a loss scaler cannot see;
             `step_in_backward` with several optimizers.
@@ -145,9 +204,13 @@ def _check_offload(config: ZeroConfig, precision: Precision, storage: Storage, o
         )
     if precision.autocast_dtype != torch.float16 or config.offload_optimizer == "none":
         return
-    if config.step_in_backward or config.offload_optimizer != "cpu":
-        setting = "step_in_backward" if config.step_in_backward else f"offload_optimizer={config.offload_optimizer!r}"
+    if config.step_in_backward:
         raise ConfigError(
-            f"mixed_precision='fp16' needs gradients that the loss scaler can check, and {setting} does not keep them in "
-            "memory. Use bf16, or offload_optimizer='cpu'"
+            "step_in_backward does not go with fp16: whether a gradient overflowed is known only after the backward. Use bf16, "
+            "or set step_in_backward to False"
+        )
+    if config.offload_optimizer != "cpu" and not shows_grads:
+        raise ConfigError(
+            f"mixed_precision='fp16' needs gradients that the loss scaler can check, and the core alone shows none of "
+            f"offload_optimizer={config.offload_optimizer!r}. Use zero.shard, bf16, or offload_optimizer='cpu'"
         )

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-_Buffer = tuple[Tensor, Tensor, list[Tensor], torch.UntypedStorage, Codec | None]
-"""`full`, `local`, `views`, the storage, and the codes in which values are gathered."""
+_Buffer = tuple[Tensor, Tensor, list[Tensor], torch.UntypedStorage, Codec | None, bool]
+"""`full`, `local`, `views`, the storage, the codes in which values are gathered, and whether a release drops the buffer."""
 
 
 class Span:
@@ -71,7 +71,9 @@ class Span:
         self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
         self.segments: list[Segment] = []
         self.is_old = False
-        self._usual: _Buffer | None = None
+        self._is_dropped = False
+        self._hidden: list[_Buffer] = []
+        """Buffers that another one hides, the usual one first."""
         self._fill(params)
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
         self._storage = self.full.untyped_storage()
@@ -143,7 +145,7 @@ class Span:
         """Point the parameters at `full`, and make them report access."""
         self.unit = unit
         for index, (param, view) in enumerate(zip(self.params, self.views)):
-            adopt(param, Place(unit, self, index))
+            adopt(param, Place(self, index))
             set_raw_data(param, view)
 
     def view(self, index: int) -> Tensor:
@@ -168,7 +170,7 @@ class Span:
     @property
     def is_alias(self) -> bool:
         """The master is the memory of `local`."""
-        return isinstance(self.master, Tensor) and self.master.data_ptr() == self.local.data_ptr() and self.stays
+        return self.stays and isinstance(self.master, Tensor) and self.master.data_ptr() == self.local.data_ptr()
 
     def open(self, purpose: str) -> None:
         """Give `full` its storage back; the values are undefined.
@@ -176,18 +178,20 @@ class Span:
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        if not self.is_readable and self._usual is None:
+        if not self.is_readable:
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes
 
     def load_local(self) -> Inflight:
         """Start to fill `local` from the master, or from its copy."""
-        source = self.master if self.copy is None else self.copy
-        if self._usual is not None or (source is self.master and self.compute_dtype != self.master_dtype):
+        if self._hidden:
             return self._load_master()
-        if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values
+        if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values: who wrote the master wrote it
             return DONE
+        source = self.master if self.copy is None else self.copy
+        if source is self.master and self.compute_dtype != self.master_dtype:
+            return self._load_master()
         if self.tier is Tier.DEVICE or self.copy_tier is Tier.DEVICE:
             if not self.is_alias:
                 self.local.copy_(fetch(source))
@@ -200,7 +204,7 @@ class Span:
         if self.tier is Tier.DEVICE:
             return None
         if self.copy is None:
-            return self.local if self._usual is None else self._usual[1]
+            return self._hidden[0][1] if self._hidden else self.local
         return None if self.copy is self.master else self.copy
 
     def gather(self) -> Inflight:
@@ -216,9 +220,9 @@ class Span:
 
     def close(self) -> None:
         """Release the memory of `full`."""
-        if self._usual is not None:
-            self.hide_masters()
-        elif not self.stays:
+        while self._is_dropped:
+            self._drop_buffer()
+        if not self.stays:
             self._storage.resize_(0)
             self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
             self._gathered_bytes = 0
@@ -238,51 +242,68 @@ class Span:
         for segment in self.segments:
             segment.rest_on(values)
 
-    # Masters in another buffer ----------------------------------------------------------------------------------------
+    # Another buffer ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def show_masters(self, dtype: torch.dtype, purpose: str) -> None:
-        """Point the parameters at another buffer, in `dtype`, which the next gather fills from the masters, without codes.
+    def show(self, dtype: torch.dtype, purpose: str, *, masters: bool) -> None:
+        """Point the parameters at another buffer, in `dtype`, without codes, and hide the one that they have now.
 
-        The unit is sharded, or the stage keeps full parameters.
+        Args:
+            masters: the next gather fills it from the masters. Else it has the values that the parameters have now.
 
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        numel = self.layout.numel
+        values, numel = self.full, self.layout.numel
         make = partial(torch.empty, numel, dtype=dtype, device=self.device)
         full = self.context.storage.allocate("gathered", purpose, numel * dtype.itemsize, make)
+        self._hide(full, is_dropped=True)
+        self.is_old = masters
+        if not masters:
+            full.copy_(values)
+
+    def show_released(self, dtype: torch.dtype) -> None:
+        """As `show`, of a released unit: gathers fill the buffer from the masters, and releases free its memory."""
+        self._hide(torch.empty(self.layout.numel, dtype=dtype, device=self.device), is_dropped=False)
+        self._storage.resize_(0)
+        self._gathered_bytes = 0
+
+    def _hide(self, full: Tensor, *, is_dropped: bool) -> None:
         low, high = self.layout.bounds(self.rank)
         views = [full[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.layout.slots]
-        self._usual = (self.full, self.local, self.views, self._storage, self.codec)
-        self._use((full, full[low:high], views, full.untyped_storage(), None))
-        if not self.stays:
-            self._gathered_bytes = full.nbytes
-        self.is_old = True
+        self._hidden.append((self.full, self.local, self.views, self._storage, self.codec, self._is_dropped))
+        self._use((full, full[low:high], views, full.untyped_storage(), None, is_dropped))
+
+    def _drop_buffer(self) -> None:
+        # The buffer is dropped, not resized: graphs that were built meanwhile hold it.
+        self.context.storage.ledger.device.now["gathered"] -= self._storage.nbytes()
+        self._use(self._hidden.pop())
+
+    @property
+    def hidden(self) -> int:
+        """How many buffers are hidden."""
+        return len(self._hidden)
 
     @torch.no_grad()
-    def hide_masters(self, kept: Sequence[int] = ()) -> None:
-        """Point the parameters at the usual buffer again.
+    def show_usual(self, kept: Sequence[int] = (), hidden: int = 0) -> None:
+        """Point the parameters at the usual buffer again, or at a later one.
 
         Args:
-            kept: parameters that were written, by index: where full parameters stay, they are copied there.
+            kept: parameters that were written, by index. Elements that are not those of the buffer, rounded, go there.
+            hidden: how many buffers stay hidden.
         """
-        if self._usual is None:
-            return
-        views, usual = self.views, self._usual
-        self._usual = None
-        self.context.storage.ledger.device.now["gathered"] -= self.full_bytes
-        if not self.stays:
-            self._gathered_bytes = 0
-        # The buffer is dropped, not resized: graphs that were built meanwhile hold it.
-        self._use(usual)
-        if self.stays:
-            for index in kept:
-                self.views[index].copy_(views[index])
+        while len(self._hidden) > hidden:
+            views = self.views
+            self._drop_buffer()
+            for index in kept if self.is_readable else ():
+                old, new = self.views[index], views[index]
+                old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
 
     def _use(self, buffer: _Buffer) -> None:
-        self.full, self.local, self.views, self._storage, self.codec = buffer
+        self.full, self.local, self.views, self._storage, self.codec, self._is_dropped = buffer
         self.full_bytes = self.full.nbytes
+        if not self.stays:
+            self._gathered_bytes = self._storage.nbytes()
         with torch._C.DisableTorchFunctionSubclass():
             for param, view in zip(self.params, self.views):
                 set_raw_data(param, view)
@@ -387,9 +408,6 @@ class Span:
         """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
         if self.unit.state.name == "GATHERING":
             self.unit.wait()
-        if self.unit.is_apart:
-            self.views[index].copy_(values)
-            return
         if self.is_readable and self.has_outside_views:
             self.leave_storage()  # what user code has read keeps its values, and `values` may be a part of it
         put(self, index, values)
@@ -402,13 +420,17 @@ class Span:
     @property
     def is_freed_in_place(self) -> bool:
         """The next release resizes the memory of `full`."""
-        return self._usual is None and not self.stays and self._gathered_bytes > 0
+        return not self._is_dropped and not self.stays and self._gathered_bytes > 0
 
     @property
     def has_outside_views(self) -> bool:
-        """Tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
+        return self.outside_views > 0
+
+    @property
+    def outside_views(self) -> int:
+        """How many tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
         segments = len(self.segments) if self.is_alias else 0
-        return self.references > 3 + 2 * len(self.views) + segments
+        return self.references - 3 - 2 * len(self.views) - segments
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""

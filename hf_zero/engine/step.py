@@ -88,6 +88,7 @@ class StepWrapper:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._depth = 0  # a scheduler that has wrapped the method still calls it: it steps plainly
         own = self._optimizer.__dict__
         if own.get("step") is self._step_method:
             del own["step"]

@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 
 _MASK_BITS = 30
 """Uses of one unit that the ranks tell apart; further ones count as reachable."""
-_HIGHEST = (1 << 31) - 1
+HIGHEST = (1 << 31) - 1
 """What one number of an agreement can be."""
 
 
 class Use:
     """One forward of one unit."""
 
-    __slots__ = ("__weakref__", "closed", "is_done", "is_entered", "is_listed", "opened", "token", "unit")
+    __slots__ = ("__weakref__", "closed", "index", "is_done", "is_entered", "is_listed", "opened", "reads", "token")
 
-    def __init__(self, unit: Unit, opened: int) -> None:
-        self.unit, self.opened, self.closed = unit, opened, opened
+    def __init__(self, unit: Unit, opened: int, *, reads: bool = True) -> None:
+        # Of the unit the number alone: a graph that is kept holds no engine.
+        self.index, self.opened, self.closed = unit.index, opened, opened
+        self.reads = reads
+        """A backward of it needs the values. That of an embedding does not."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
@@ -58,9 +61,9 @@ class Tape:
         self.uses: list[Use] = []
         self.clock = 0
 
-    def open(self, unit: Unit) -> Use:
+    def open(self, unit: Unit, *, reads: bool) -> Use:
         self.clock += 1
-        use = Use(unit, self.clock)
+        use = Use(unit, self.clock, reads=reads)
         self.uses.append(use)
         return use
 
@@ -100,7 +103,7 @@ class Tape:
             A function that marks the uses of this tape (`is_listed`) and returns the units to reduce, in order.
         """
         begin = self._agree_on_uses if each_use else self._agree_on_units
-        return begin(wire, units, [mark, _HIGHEST - mark], refuse)
+        return begin(wire, units, [mark, HIGHEST - mark], refuse)
 
     def _agree_on_units(
         self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
@@ -108,13 +111,13 @@ class Tape:
         first = [0] * len(units)
         self.list_reachable()
         for use in self.uses:
-            index = use.unit.index
+            index = use.index
             first[index] = first[index] or use.opened
         answer = wire.start_maximum([*first, *marks])
 
         def units_in_order() -> list[Unit]:
             agreed = answer()
-            if agreed.pop() != _HIGHEST - agreed.pop():
+            if agreed.pop() != HIGHEST - agreed.pop():
                 refuse()
             order = sorted((index for index, at in enumerate(agreed) if at), key=lambda index: (-agreed[index], -index))
             return [units[index] for index in order]
@@ -127,7 +130,7 @@ class Tape:
         masks, seen = [0] * len(units), [0] * len(units)
         numbers: list[tuple[Use, int]] = []
         for use in self.uses:
-            index = use.unit.index
+            index = use.index
             numbers.append((use, seen[index]))
             if seen[index] < _MASK_BITS and use.is_reachable:
                 masks[index] |= 1 << seen[index]
@@ -138,7 +141,7 @@ class Tape:
 
         def units_in_order() -> list[Unit]:
             found = answer()
-            if found.pop() != _HIGHEST - found.pop():
+            if found.pop() != HIGHEST - found.pop():
                 refuse()
             agreed = found[: len(units)]
             if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):
@@ -146,11 +149,11 @@ class Tape:
                 for theirs in wire.exchange(masks):
                     agreed = [mine | other for mine, other in zip(agreed, theirs)]
             for use, number in numbers:
-                use.is_listed = number >= _MASK_BITS or bool(agreed[use.unit.index] >> number & 1)
+                use.is_listed = number >= _MASK_BITS or bool(agreed[use.index] >> number & 1)
             self.uses = [use for use in self.uses if use.is_listed]
             first: dict[int, int] = {}
             for use in self.uses:
-                first.setdefault(use.unit.index, use.opened)
+                first.setdefault(use.index, use.opened)
             return [units[index] for index in sorted(first, key=lambda index: -first[index])]
 
         return units_in_order

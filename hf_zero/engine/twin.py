@@ -31,8 +31,9 @@ class Twin:
         self._options = [_options(group, fuse) for group in optimizer.param_groups]
         self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
         # Numbers that a step of the optimizer changes: every block must find them as they were before the step.
+        # In host memory: what a loss scaler gives a fused step is copied there by torch without waiting.
         numbers = {key: value for key, value in vars(self._twin).items() if isinstance(value, (int, float, Tensor))}
-        self._counts = {key: copied(value) for key, value in numbers.items()}
+        self._counts = {key: in_host(value) for key, value in numbers.items()}
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         self.kernels = [None if is_scaled else _adam(self._kind, options) for options in self._options]
         """By group, the one function that a step with state ends in; None: only `step` does it."""
@@ -51,7 +52,10 @@ class Twin:
         param.grad = grad
         twin = self._twin
         twin.__dict__.update({key: copied(value) for key, value in self._counts.items()})
-        twin.param_groups = [{key: copied(value) for key, value in self._options[group].items()} | {"params": [param]}]
+        options = {key: copied(value) for key, value in self._options[group].items()}
+        if master.is_complex() and options.get("fused"):
+            options["fused"] = False  # no such kernel
+        twin.param_groups = [{**options, "params": [param]}]
         twin.state.clear()
         if state:
             twin.state[param] = state
@@ -105,7 +109,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
     # Copies: a scheduler may write to a tensor while the step runs.
-    options = {key: _in_host(value) for key, value in options_of(group).items()}
+    options = {key: in_host(value) for key, value in options_of(group).items()}
     if options.get("capturable"):
         options["capturable"] = False  # CUDA graphs have no host memory
     if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
@@ -113,7 +117,8 @@ def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
     return options
 
 
-def _in_host(value: Any) -> Any:
+def in_host(value: Any) -> Any:
+    """A tensor's copy in host memory, and everything else itself."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -172,11 +173,12 @@ class Unit:
         Raises:
             BaseException: the update failed, and no rank uses a disk; else see `Context.raise_failures`.
         """
-        step, self.step = self.step, None
+        step = self.step
         if step is None:
             return
         started = time.perf_counter()
         error = step.wait()
+        self.step = None  # not before: Ctrl-C may end the wait
         self.context.step_wait_s += time.perf_counter() - started
         if error is not None:
             self.context.note_failure(error, half_done=True)
@@ -229,9 +231,10 @@ class Unit:
             event(self)
 
     def _finish_reduce(self) -> None:
-        reduces, self._reduces = self._reduces, []
-        for span, transfer, mean, _ in reduces:
+        while self._reduces:
+            span, transfer, mean, source = self._reduces.pop(0)
             transfer.close()  # before the buffer goes: the other ranks read it
+            del transfer, source  # before `add`, which may wait for a disk
             span.bucket.add(mean)
 
     @torch.no_grad()
@@ -253,8 +256,18 @@ class Unit:
         if torch.is_grad_enabled():  # in a forward, or in a backward that builds a graph of itself
             with torch.no_grad():
                 self._run(action, name)
-        elif profiler._is_profiler_enabled:
-            with profiler.record_function(f"hf_zero::{name} {self.name}"):
-                action()
-        else:
+            return
+        named = self.named(name)
+        try:
             action()
+        finally:
+            if named is not None:
+                named.__exit__(None, None, None)
+
+    def named(self, what: str) -> AbstractContextManager[object] | None:
+        """Begin a range of a profiler's trace, which the caller ends; None where no profiler runs."""
+        if not profiler._is_profiler_enabled:
+            return None
+        entered: AbstractContextManager[object] = profiler.record_function(f"hf_zero::{what} {self.name}")
+        entered.__enter__()
+        return entered

@@ -38,6 +38,7 @@ class Hold:
         self._context = context
         self.units = [unit for unit in units if not unit.is_held]
         self._known: dict[Span, int] = {}
+        self._hidden: dict[Span, int] = {}
         if not self.units:  # the same on every rank
             return
         wanted: list[tuple[Span, torch.dtype]] = []
@@ -48,15 +49,16 @@ class Hold:
             unit.wait_for_step()
             unit.release()
             for span in unit.spans:
-                dtype = dtype_of(span.layout.spec.dtype) if exact else span.compute_dtype
-                if dtype != span.compute_dtype or span.codec is not None or (apart and span.stays):
+                dtype = dtype_of(span.layout.spec.dtype) if exact else span.full.dtype
+                if dtype != span.full.dtype or span.codec is not None or (apart and span.stays):
                     wanted.append((span, dtype))
         free = context.free_bytes()
         try:
             with agree.on_all_ranks(context.wire, what, kind=OutOfMemoryError):
                 self._check_memory(what, wanted, free)
                 for span, dtype in wanted:
-                    span.show_masters(dtype, what)
+                    self._hidden[span] = span.hidden
+                    span.show(dtype, what, masters=True)
             self._gather({span for span, _ in wanted})
             context.raise_failures(what)
         except BaseException:
@@ -72,10 +74,11 @@ class Hold:
             span.full_bytes for unit in self.units for span in unit.spans if not span.stays and span not in others
         )
         if needed > free:
+            budget = "" if self._context.config.device_memory is None else " of its device_memory"
             raise OutOfMemoryError(
                 f"{what}: full parameters take {size_text(needed)} of {self._context.device}, {size_text(needed - free)} more "
-                "than is free. Pass in_compute_dtype=True under bf16 or fp16, offload optimizer state, or gather some "
-                "parameters by zero.GatheredParameters"
+                f"than is free on rank {self._context.wire.rank}{budget}. Pass in_compute_dtype=True under bf16 or fp16, "
+                "offload optimizer state, or gather some parameters by zero.GatheredParameters"
             )
 
     def _gather(self, fresh: set[Span]) -> None:
@@ -102,7 +105,7 @@ class Hold:
             StateError: user code wrote full parameters. The optimizer's tensors of them were written, too.
         """
         for span, known in self._known.items():
-            if digest(span.full) != known:
+            if not span.is_alias and digest(span.full) != known:
                 raise StateError(
                     f"{span.name_of(0)!r}, or a parameter of the same span, and the optimizer's tensors of them were both "
                     "written inside zero.unsharded, so neither write can count alone. Write one of the two"
@@ -127,8 +130,7 @@ class Hold:
         for unit in self.units:
             unit.is_held = False
             if not self._context.frees:
-                for span in unit.spans:
-                    span.hide_masters(kept.get(span, ()))
+                self._hide(unit, kept)
             # What was written is in the masters, or is to be forgotten: no release may find it once more.
             for event in self._context.events.writes_dropped:
                 event(unit)
@@ -137,8 +139,17 @@ class Hold:
                 if span.is_freed_in_place and span.has_outside_views:
                     span.leave_storage()
             unit.release()
-            for span in unit.spans:
-                span.hide_masters()  # of a unit that could not be gathered
+            self._hide(unit, {})  # of a unit that could not be gathered
+            coded = [span for span in unit.spans if span.codec is not None and kept.get(span)]
+            if coded and not self._context.frees:  # what codes stand for, as after every gather
+                unit.mark_old(coded)
+                unit.gather()
+                unit.wait()
+
+    def _hide(self, unit: Unit, kept: Mapping[Span, Sequence[int]]) -> None:
+        for span in unit.spans:
+            if span in self._hidden:
+                span.show_usual(kept.get(span, ()), self._hidden[span])
 
 
 def same_on_all_ranks(context: Context) -> None:

@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ..checkpoint import FORMATS
-from ..params import EXTENSIONS
-from ..runtime import FIRST_FORWARD
+from ..params import EXTENSIONS, FIRST_FORWARD
 
 if TYPE_CHECKING:
     from torch import nn

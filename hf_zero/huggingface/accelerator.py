@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
-from ..errors import ConfigError, UnsupportedOptimizerError
+from ..engine.parameter import place_of
+from ..errors import ConfigError, LayoutError, UnsupportedOptimizerError
+from ..params.deferred import deferred_of
+from ..params.engine import Engine, engine_of
+from ..params.shard import shard
 from ..plan.machine import Machine, kept
-from ..runtime.engine import Engine, engine_of
-from ..runtime.passes.compiling import take_wrapper_off
-from ..runtime.shard import shard
-from ..runtime.values.deferred import birth_of
-from ..runtime.values.ownership import owner_of
-from ..runtime.values.sharded import Sharded
 from .accelerator_state import ZeroStateMixin
 from .arguments import check_counts
 from .checkpoints import bare_optimizer
@@ -103,7 +102,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
                 "model to prepare() before its optimizer or together with it"
             )
         if not _is_bound(bare, engine):
-            engine.bind(bare)
+            self._zero_attach(engine.model, [bare], device_placement, evaluation_mode=False)
         bare.__dict__[_MODEL] = weakref.ref(engine.model)
         # Placement would move the state through state_dict(), a collective. Shards are on their devices already.
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -123,7 +122,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         ]
         if engine is None:
             trains = not evaluation_mode and any(param.requires_grad for param in model.parameters())
-            born = any(birth_of(param) is not None for param in model.parameters())  # has no full values to run with
+            born = any(deferred_of(param) is not None for param in model.parameters())  # has no full values to run with
             if config.policy.keep_full and not trains and not born:
                 return None
             _check_model(model)
@@ -147,8 +146,16 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
                 "the same settings, or undo the first with zero.engine_of(model).detach()"
             )
         else:
-            for optimizer in mine:
-                engine.bind(optimizer)
+            had = engine.optimizers
+            try:
+                for optimizer in mine:
+                    engine.bind(optimizer)
+            except LayoutError:
+                if had:
+                    raise
+                # Spans never change. A model that was evaluated first has those of a model without an optimizer.
+                engine.detach()
+                return self._zero_attach(model, optimizers, placement, evaluation_mode)
         for bound in mine:
             bound.__dict__[_MODEL] = weakref.ref(model)
         if not any(model is known for known in self._models) and "transformers.modeling_utils" in sys.modules:
@@ -268,8 +275,8 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
         wanted = frozenset(map(id, params))
         engine = _engine_holding(params)
         if engine is not None:
-            every = frozenset(map(id, engine.sharded.places))
-            trained = frozenset(id(param) for param in engine.sharded.places if param.requires_grad)
+            every = frozenset(map(id, engine.context.names))
+            trained = frozenset(id(param) for param in engine.context.names if param.requires_grad)
         else:  # they may be an optimizer's: this rank's flat slices
             bare = [bare_optimizer(optimizer) for optimizer in self._optimizers]
             found = next((one for one in bare if not wanted.isdisjoint(_param_ids(one))), None)
@@ -357,7 +364,7 @@ def _is_bound(optimizer: Optimizer, engine: Engine) -> bool:
 def _engine_holding(params: Iterable[Any]) -> Engine | None:
     """Return the engine of the first of `params` that belongs to a sharded model."""
     for param in params:
-        owner = owner_of(param)
-        if isinstance(owner, Sharded):
-            return engine_of(owner.model)
+        place = place_of(param)
+        if place is not None:
+            return engine_of(place.unit.context.model)
     return None

@@ -29,9 +29,9 @@ from ..checkpoint.save import Saving, optimizer_folder
 from ..checkpoint.series import CheckpointSeries, is_ours
 from ..checkpoint.weights import StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
+from ..engine.saving import put_weights
 from ..errors import CheckpointError, ConfigError
-from ..runtime.checkpoints import put_weights
-from ..runtime.engine import Engine, engine_of
+from ..params.engine import Engine, engine_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
@@ -99,7 +99,7 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         with open_saving(engine, save_directory) as saving:
             stock = partial(parent.save_model, model, saving.folder, max_shard_size, safe_serialization)
             if is_adapter and safe_serialization:
-                put_weights(saving, engine.sharded, engine.outline, max_shard_size)
+                put_weights(saving, engine, max_shard_size)
             else:
                 with on_all_ranks(engine.wire, f"saving to {saving.target}"):
                     if engine.rank == 0 and not is_adapter:
@@ -212,7 +212,7 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
                     save_plain(dict(model.state_dict()), place / "model.safetensors", safe_serialization=True)
             return
         engine.quiesce()
-        put_weights(saving, engine.sharded, engine.outline, MAX_SHARD_SIZE, inside)
+        put_weights(saving, engine, MAX_SHARD_SIZE, inside)
 
     def _zero_after(self, engine: Engine, series: CheckpointSeries | None, target: Path) -> None:
         with on_all_ranks(engine.wire, f"after saving {target}"):

@@ -28,12 +28,12 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from ..checkpoint.cards import CARD, is_unwritten, sealed
 from ..checkpoint.files import is_number
 from ..checkpoint.hub import RunFacts, card_for, metrics_at
+from ..compat.preemption import Preemption, on_preemption
 from ..config import size_text
+from ..diagnostics.usage import limits
 from ..errors import ConfigError
+from ..params.engine import Engine, engine_of
 from ..plan.report import end, start
-from ..runtime.engine import Engine, engine_of, on_preemption
-from ..runtime.preemption import Preemption
-from ..runtime.usage import limits
 from .arguments import ONE_RANK
 from .stock import CallbackBase, TrainerBase, put_in_front, show
 

@@ -23,9 +23,9 @@ from ..checkpoint.series import is_ours
 from ..checkpoint.weights import Drawing, format_of
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
+from ..engine.pieces import ParameterPieces
 from ..errors import CheckpointError
-from ..runtime.engine import Engine
-from ..runtime.values.pieces import ParameterPieces
+from ..params.engine import Engine
 from .recording import recording
 from .stock import replaced, serving
 
@@ -152,8 +152,6 @@ def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folde
 
 def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str = OPTIMIZER_FOLDER) -> None:
     """Load a bound optimizer's state, and masters of higher precision than the weights. A collective."""
-    if loading.has_optimizer(folder):
-        engine.training.optimizers.make_room(loading.marks(folder))
     engine.quiesce()
     try:
         loading.optimizer(engine.optimizer_state(optimizer), folder=folder)

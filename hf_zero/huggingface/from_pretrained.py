@@ -26,8 +26,8 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError, RankMismatchError
+from ..params.deferred import born, born_at_rest, deferred_of, slice_bounds
 from ..params.init import Init
-from ..runtime.values.deferred import birth_of, born, born_at_rest, slice_bounds
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
 from .stock import replaced
@@ -90,7 +90,7 @@ def _check_drawn(wire: SoloWire, model: Any, missing: Mapping[str, nn.Parameter]
     """Raise if a missing parameter is still NaN after the model's own code initialized it."""
     mine = []
     for param in missing.values():
-        birth = birth_of(param)
+        birth = deferred_of(param)
         values = param.detach() if birth is None else birth.slice_of(param)
         mine.append(bool(values.isnan().all()))
     everyone = zip(*wire.exchange(mine)) if mine else ()
@@ -273,7 +273,7 @@ def _tie(wire: SoloWire, model: Any, planned: PlannedLoad, what: str) -> None:
 
 
 def _equal_slices(one: nn.Parameter, other: nn.Parameter) -> bool:
-    first, second = birth_of(one), birth_of(other)
+    first, second = deferred_of(one), deferred_of(other)
     if one.shape != other.shape or first is None or second is None:
         return False
     return torch.equal(first.values(), second.values())

@@ -21,9 +21,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError, needs
+from ..params.engine import Engine
 from ..params.gathered import unsharded
 from ..plan.configs import CONFIGS, Config
-from ..runtime.engine import Engine
 from .stock import own_types, replaced
 
 

@@ -35,15 +35,15 @@ from ..checkpoint.files import Field
 from ..checkpoint.folder import Occupancy, recover
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
+from ..checkpoint.objects import load_state
 from ..checkpoint.save import Saving
 from ..checkpoint.series import CheckpointSeries, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import home_device, open_wire
 from ..comm.wire import SoloWire
+from ..compat.evaluation import cast
 from ..errors import CheckpointError, ConfigError
-from ..runtime.checkpoints import load_state
-from ..runtime.engine import Engine, engine_of
-from ..runtime.passes.autocast import shown_in
+from ..params.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import MeasuredLogs, PreemptionCallback, ZeroCallback, calling_trainer, facts_of
 from .checkpoints import (
@@ -109,7 +109,7 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, Pushes, TrainerB
         """Evaluate with each rank's own buffers, as the stock Trainer does: it evaluates the module inside DDP."""
         with self._zero_full_eval():
             engine = self._zero_engine()
-            with nullcontext() if engine is None else engine.buffers.apart():
+            with nullcontext() if engine is None else engine.own_buffers():
                 return super().evaluation_loop(*args, **kwargs)
 
     @contextmanager
@@ -128,8 +128,8 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, Pushes, TrainerB
                 self._move_model_to_device(self.model, args.device)
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         engine = self._zero_engine()
-        cast = shown_in(self.model, dtype) if engine is None else engine.shown_in(dtype)
-        with cast, replaced([(args, "bf16_full_eval", False), (args, "fp16_full_eval", False)]):
+        shown = cast(self.model, dtype) if engine is None else engine.shown_in(dtype)
+        with shown, replaced([(args, "bf16_full_eval", False), (args, "fp16_full_eval", False)]):
             yield
 
     # -- training --

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+FIRST_FORWARD: list[Callable[[int], None]] = []
+"""Checks of the number of ranks, called before a sharded model's first forward; `huggingface` adds one, without torch."""
+
 EXTENSIONS: list[Callable[[Any], AbstractContextManager[object] | None]] = []
 """Who takes part in `zero.Init`; filled by `huggingface`, without torch, before anything asks.
 

@@ -1,7 +1,7 @@
-"""Values of sharded parameters one by one (`full_*`, `local_*`): the parameter, its gradient, its optimizer states.
+"""Values of sharded parameters one by one (`full_*`, `local_*`): the parameter, its gradient, its optimizer state.
 
-They work alike for parameters of an engine, at every stage and precision, and for those born under `zero.Init` that no
-engine has yet (which have no gradient and no optimizer state).
+They work alike for parameters of an engine, at every stage, tier and precision, and for those created under `zero.Init` that
+no engine has yet (which have no gradient and no optimizer state).
 
 `full_*` are collectives: every rank calls them with the same parameters in the same order. `local_*` do not communicate:
 they see this rank's own elements of the parameter, row-major, 1-D, often none.
@@ -9,181 +9,400 @@ they see this rank's own elements of the parameter, row-major, 1-D, often none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.agree import read
 from ..comm.wire import SoloWire
+from ..core.layout import Extent, Slot
+from ..engine.engine import Engine, engine_of
+from ..engine.optimizer import Binding
+from ..engine.parameter import Place, place_of
+from ..engine.segments import Segment
+from ..engine.span import Span
 from ..errors import RankMismatchError, StateError
-from ..runtime.engine import Engine, engine_of
-from ..runtime.values.deferred import Birth
-from ..runtime.values.ownership import owner_of
-from ..runtime.values.sharded import Of, Place, Sharded, gradient_of, master_of, state_of
-from ..tiers.array import OnDisk, in_memory
+from ..tiers.array import OnDisk, fetch
 from ..tiers.fingerprint import fingerprint
+from .deferred import deferred_of
 
-Quantity = Literal["parameter", "gradient", "optimizer_state"]
 
-
-class HeldParameter(NamedTuple):
+class _Holder(NamedTuple):
     """A parameter of a sharded model."""
 
-    place: Place
     engine: Engine
+    span: Span
+    number: int
 
     @property
     def name(self) -> str:
-        return self.place.slot.spec.name
+        return self.span.name_of(self.number)
 
     @property
     def wire(self) -> SoloWire:
-        return self.place.unit.wire
+        return self.engine.context.wire
 
-    def settle(self) -> None:
-        """The master has what was written to the parameter."""
-        self.engine.training.settle(self.place.unit.flats)
+    @property
+    def slot(self) -> Slot:
+        return self.span.layout.slots[self.number]
+
+    @property
+    def part(self) -> Extent[Slot] | None:
+        """This rank's elements. "Here" is the span's slice."""
+        return self.span.part_of(self.number)
+
+    @property
+    def numel(self) -> int:
+        """How many elements this rank has."""
+        return 0 if self.part is None else self.part.numel
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """This rank's elements of a full value, 1-D."""
+        flat = whole.detach().reshape(-1)
+        return flat[:0] if self.part is None else flat[self.part.there]
+
+    def here(self, values: Callable[[slice], Tensor], dtype: torch.dtype) -> Tensor:
+        """This rank's elements, on the device."""
+        device = self.span.device
+        return torch.empty(0, dtype=dtype, device=device) if self.part is None else values(self.part.here).to(device)
+
+    def assemble(self, values: Callable[[slice], Tensor], dtype: torch.dtype) -> Tensor:
+        """Return a full value from what all ranks have of it. A collective.
+
+        Args:
+            values: returns elements of this rank's slice.
+        """
+        span, slot = self.span, self.slot
+        mine = self.read(lambda: self.here(values, dtype))
+        whole = torch.empty(slot.spec.numel, dtype=dtype, device=span.device)
+        for rank, part in span.layout.owners(slot):
+            piece = whole[part.there]
+            if rank == span.rank:
+                piece.copy_(mine)
+            if span.layout.shards > 1:
+                self.wire.broadcast(piece.view(torch.uint8), rank)
+        return whole.view(slot.spec.shape)
+
+    def read(self, values: Callable[[], Any]) -> Any:
+        """`values()`, which fails on every rank if it fails on one. A collective where a rank uses a disk."""
+        return read(self.wire, values, may_fail=self.span.context.storage.uses_disk)
+
+    # Optimizer state --------------------------------------------------------------------------------------------------
+
+    @property
+    def binding(self) -> Binding | None:
+        return next((each for each in self.engine.bindings if self.span in each.spans), None)
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment that has this rank's elements."""
+        return next((each for each in self.span.segments if self.number in each.members), None)
+
+    def state(self, name: str) -> Any:
+        """An entry of the optimizer's state of the segment; None if there is none."""
+        binding, segment = self.binding, self.segment
+        return None if binding is None or segment is None else binding.state_of(segment).get(name)
+
+    def has_elements(self, value: Any) -> bool:
+        """Whether a state has one value per element of the segment."""
+        segment = self.segment
+        if not isinstance(value, (Tensor, OnDisk)) or segment is None:
+            return False
+        if segment.is_matrix and isinstance(value, Tensor):
+            return tuple(value.shape) == self.slot.spec.shape
+        return value.dim() == 1 and value.numel() == segment.numel
+
+    def of_state(self, value: Tensor | OnDisk) -> Callable[[slice], Tensor]:
+        """Of a state with one value per element, those of elements of the slice."""
+        segment = self.segment
+        start = 0 if segment is None else segment.start
+        flat = value.reshape(-1) if isinstance(value, Tensor) else value[:]
+        return lambda here: fetch(flat[here.start - start : here.stop - start])
 
 
-def holder_of(param: nn.Parameter) -> HeldParameter | Birth | None:
-    """Who has the parameter's values; None for a plain one."""
-    owner = owner_of(param)
-    if not isinstance(owner, Sharded):
-        return owner if isinstance(owner, Birth) else None
-    engine = engine_of(owner.model)
-    if engine is None:
-        raise StateError(f"the model of {owner.places[param].slot.spec.name!r} is not sharded any more")
-    return HeldParameter(owner.places[param], engine)
-
-
-def _checked_holder(param: nn.Parameter, quantity: Quantity, what: str) -> HeldParameter | Birth:
-    """Who has the values; one that has such a quantity, or the error that says why not."""
-    holder = holder_of(param)
-    if holder is None:
+def _holder(param: nn.Parameter, what: str, *, needs_gradient: bool = False) -> _Holder:
+    """
+    Raises:
+        StateError: no engine has the parameter, or it is frozen and has no gradient.
+    """
+    if deferred_of(param) is not None:
         raise StateError(
-            f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model (zero.shard, "
-            "accelerator.prepare) and was not born under zero.Init(); use it directly"
-        )
-    if quantity == "parameter":
-        return holder
-    if isinstance(holder, Birth):
-        raise StateError(
-            f"{what}: this parameter of shape {tuple(param.shape)} was born under zero.Init() and has neither gradient nor "
+            f"{what}: this parameter of shape {tuple(param.shape)} was created under zero.Init() and has neither gradient nor "
             "optimizer state before its model is sharded"
         )
-    if not holder.place.flat.span.trainable:
-        raise StateError(f"{what}: {holder.name!r} is frozen: it has neither gradient nor optimizer state")
-    holder.engine.finish_step()
+    place: Place | None = place_of(param)
+    engine = None if place is None else engine_of(place.unit.context.model)
+    if place is None or engine is None:
+        raise StateError(
+            f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model (zero.shard, "
+            "accelerator.prepare) and was not created under zero.Init(). Use it directly"
+        )
+    holder = _Holder(engine, place.span, place.index)
+    if needs_gradient:
+        if not place.span.trainable:
+            raise StateError(f"{what}: {holder.name!r} is frozen. It has neither gradient nor optimizer state")
+        engine.schedule.recover()
+        place.unit.wait_for_step()
     return holder
 
 
-@torch.no_grad()
-def _get(param: nn.Parameter, quantity: Quantity, whole: bool, name: str = "") -> Tensor | None:
-    what = f"{'full' if whole else 'local'}_{quantity}"
-    holder = _checked_holder(param, quantity, what)
-    with holder.wire.watch.doing(f"{what}()"):
-        if isinstance(holder, Birth):
-            return holder.whole(param) if whole else holder.slice_of(param).clone()
-        place, engine = holder
-        of: Of = master_of
-        match quantity:
-            case "parameter":
-                holder.settle()
-            case "gradient":
-                if whole:
-                    engine.training.flush([place.flat])
-                if not place.flat.is_reduced or not place.flat.present[place.at]:
-                    return None
-                of = gradient_of
-            case "optimizer_state":
-                optimizer = engine.sharded.optimizer_of(place.flat)
-                value, sliced = place.state(optimizer, name)
-                if place.flat.wholes is not None:
-                    value = read(
-                        holder.wire, partial(in_memory, value), may_fail=whole and place.flat.storage.uses_disk
-                    )
-                if whole and place.is_owned:
-                    value = place.owners(value)
-                if value is None:
-                    return None
-                if not sliced:
-                    if not isinstance(value, Tensor):
-                        value = torch.tensor(value, device="cpu")
-                    value = value.detach().clone()
-                    return value.view(-1) if place.flat.wholes is not None and value.dim() and not whole else value
-                of = state_of(optimizer, name)
-        return place.whole(of) if whole else place.local(of).clone()
+# Parameters -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _set(param: nn.Parameter, quantity: Quantity, whole: bool, value: Tensor, name: str = "") -> None:
-    """A whole value is a collective: it is compared over the ranks, and what the engine derives from it follows."""
-    what = f"set_{'full' if whole else 'local'}_{quantity}"
-    holder = _checked_holder(param, quantity, what)
-    with holder.wire.watch.doing(f"{what}()"):
-        if whole:
-            _same_everywhere(param, value, holder.wire, what)
-        if isinstance(holder, Birth):
-            if whole:
-                holder.put(param, value)
-            else:
-                _fit(holder.slice_of(param).numel(), value, what)
-                holder.put_own(param, value.detach())
-            return
-        place, engine = holder
-        if quantity == "parameter":
-            engine.sharded.refuse_unsharded(what)
-        if not whole:
-            _fit(place.own_numel, value, what)
-        part = place.own_part(value) if whole else value.detach()
-        match quantity:
-            case "parameter":
-                holder.settle()
-                if whole or not place.unit.policy.keep_full:
-                    place.unit.release()  # before the write: what a release finds in the whole values counts
-                place.unit.close()
-                place.unit.drop_parts()
-                place.write(master_of, part)
-                if whole:
-                    place.written()
-                else:
-                    place.flat.refresh()
-            case "gradient":
-                if whole:
-                    engine.training.flush([place.flat])
-                give = partial(engine.training.give_grad, place.flat, place.at, partial(place.write, gradient_of, part))
-                read(holder.wire, give, may_fail=whole and place.flat.storage.uses_disk)
-            case "optimizer_state":
-                _set_state(holder, name, part)
+def full_parameter(param: nn.Parameter) -> Tensor:
+    """Return a parameter's full value on every rank, a new tensor: the master's, float32. A collective."""
+    deferred = deferred_of(param)
+    if deferred is not None:
+        return deferred.full(param.shape) if not deferred.is_open else param.detach().clone()
+    holder = _holder(param, "full_parameter")
+    with holder.wire.watch.doing("full_parameter()"):
+        _settle(holder)
+        return holder.assemble(lambda here: holder.span.values(here.start, here.stop - here.start), _master(holder))
 
 
-def _set_state(held: HeldParameter, name: str, part: Tensor) -> None:
-    optimizer = held.engine.sharded.optimizer_of(held.place.flat)
-    value, sliced = held.place.state(optimizer, name)
-    if held.place.flat.wholes is not None:
-        if held.place.is_owned and held.place.slot.spec.numel and not held.place.own_numel:
-            return  # another rank's
-        if not isinstance(value, (Tensor, OnDisk)) or tuple(value.shape) != held.place.slot.spec.shape:
-            raise StateError(
-                f"the optimizer has no state {name!r} with one value per element of {held.name!r}: found "
-                f"{tuple(value.shape) if isinstance(value, (Tensor, OnDisk)) else value!r}"
-            )
-        value.copy_(part.view(value.shape))
+@torch.no_grad()
+def local_parameter(param: nn.Parameter) -> Tensor:
+    """Return this rank's elements of a parameter, a copy: the master's, float32."""
+    deferred = deferred_of(param)
+    if deferred is not None:
+        return deferred.slice_of(param).clone()
+    holder = _holder(param, "local_parameter")
+    _settle(holder)
+    return holder.here(lambda here: holder.span.values(here.start, here.stop - here.start), _master(holder)).clone()
+
+
+@torch.no_grad()
+def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter a new value, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape.
+        RankMismatchError: ranks pass different values.
+    """
+    what = "set_full_parameter"
+    deferred = deferred_of(param)
+    if deferred is not None:
+        _same_everywhere(param, value, deferred.wire, what)
+        deferred.put(param, value)
         return
+    holder = _holder(param, what)
+    with holder.wire.watch.doing(f"{what}()"):
+        _same_everywhere(param, value, holder.wire, what)
+        holder.engine.context.refuse_unsharded(what)
+        _write(holder, holder.mine(value), what)
+        if not holder.engine.context.frees:
+            holder.engine.refresh([holder.span])
+
+
+@torch.no_grad()
+def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of a parameter.
+
+    Where the stage keeps full parameters (0 to 2) they follow with `engine.refresh()`, a collective.
+    """
+    what = "set_local_parameter"
+    deferred = deferred_of(param)
+    if deferred is not None:
+        _fit(deferred.slice_of(param).numel(), value, what)
+        deferred.put_own(param, value.detach())
+        return
+    holder = _holder(param, what)
+    holder.engine.context.refuse_unsharded(what)
+    _fit(holder.numel, value, what)
+    _write(holder, value.detach(), what)
+
+
+def _write(holder: _Holder, mine: Tensor, what: str) -> None:
+    span = holder.span
+    if span.unit.is_held:
+        raise StateError(f"{what} was called inside zero.GatheredParameters, whose values would be old. Call it after")
+    _settle(holder)
+    span.unit.release()  # before the write: what user code wrote to full parameters until now is older
+    if holder.part is not None:
+        span.write(holder.part.start, mine.to(span.master_dtype))
+
+
+def _settle(holder: _Holder) -> None:
+    """The master has what user code wrote to parameters."""
+    for event in holder.engine.events.master_read:
+        event(holder.span)
+
+
+def _master(holder: _Holder) -> torch.dtype:
+    return holder.span.master_dtype
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def full_gradient(param: nn.Parameter) -> Tensor | None:
+    """Return the full averaged gradient on every rank, in the master's dtype; None if there is none. A collective.
+
+    Gradients that `no_sync` left on this rank are reduced first. Under a loss scaler it is scaled until `unscale_`.
+    """
+    holder = _holder(param, "full_gradient", needs_gradient=True)
+    with holder.wire.watch.doing("full_gradient()"):
+        holder.engine.schedule.flush()
+        if not _has_gradient(holder):
+            return None
+        return holder.assemble(holder.span.bucket.read, _master(holder))
+
+
+@torch.no_grad()
+def local_gradient(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's elements of the averaged gradient, a copy; None if none has been reduced yet."""
+    holder = _holder(param, "local_gradient", needs_gradient=True)
+    return holder.here(holder.span.bucket.read, _master(holder)).clone() if _has_gradient(holder) else None
+
+
+@torch.no_grad()
+def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter another averaged gradient, the same on every rank. A collective.
+
+    A parameter that had none has one from then on, and the next step updates it.
+
+    Raises:
+        StateError: another shape; a frozen parameter.
+        RankMismatchError: ranks pass different values.
+    """
+    what = "set_full_gradient"
+    holder = _holder(param, what, needs_gradient=True)
+    with holder.wire.watch.doing(f"{what}()"):
+        _same_everywhere(param, value, holder.wire, what)
+        holder.engine.schedule.flush()
+        holder.read(partial(_write_gradient, holder, holder.mine(value)))
+
+
+@torch.no_grad()
+def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of the averaged gradient.
+
+    Every rank must do so in the same step if there is no gradient yet.
+    """
+    what = "set_local_gradient"
+    holder = _holder(param, what, needs_gradient=True)
+    _fit(holder.numel, value, what)
+    _write_gradient(holder, value.detach())
+
+
+def _has_gradient(holder: _Holder) -> bool:
+    bucket = holder.span.bucket
+    bucket.land()
+    return bucket.grad is not None and bucket.present[holder.number]
+
+
+def _write_gradient(holder: _Holder, mine: Tensor) -> None:
+    bucket = holder.span.bucket
+    bucket.write(slice(0, 0) if holder.part is None else holder.part.here, mine.to(holder.span.master_dtype))
+    if not bucket.present[holder.number]:
+        bucket.present[holder.number] = bucket.arrived[holder.number] = True
+        holder.engine.fit_segments(holder.span)
+    for segment in holder.span.segments:
+        segment.show_grad()
+
+
+# Optimizer state ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """Return one full state (`exp_avg`, `momentum_buffer`, …) on every rank; None if there is none. A collective.
+
+    A state that is one value (`step`) is a tensor without dimensions.
+    """
+    holder = _holder(param, "full_optimizer_state", needs_gradient=True)
+    with holder.wire.watch.doing("full_optimizer_state()"):
+        value = holder.state(name)
+        owners = [rank for rank, _ in holder.span.layout.owners(holder.slot)] or [0]
+        has_elements = holder.has_elements(value)
+        told: Any = holder.read(lambda: value.dtype if has_elements else _on_cpu(value))
+        if holder.span.layout.shards > 1:
+            told = holder.wire.exchange(told)[owners[0]]
+        if not isinstance(told, torch.dtype):
+            return _single(holder, told)
+        own = holder.of_state(value) if has_elements else lambda here: torch.empty(0, dtype=told, device="cpu")
+        return holder.assemble(own, told)
+
+
+@torch.no_grad()
+def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
+    """Return this rank's elements of one optimizer state, a copy; None if there is none."""
+    holder = _holder(param, "local_optimizer_state", needs_gradient=True)
+    value = holder.state(name)
+    if not holder.has_elements(value):
+        found = _single(holder, value)
+        if found is None and not holder.numel and holder.binding is not None and holder.binding.optimizer.state:
+            return torch.empty(0, dtype=_master(holder), device=holder.span.device)
+        return found
+    return holder.here(holder.of_state(value), value.dtype).clone()
+
+
+def _on_cpu(value: Any) -> Any:
+    value = fetch(value) if isinstance(value, OnDisk) else value
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _single(holder: _Holder, value: Any) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else value.detach().clone()
+    return torch.as_tensor(_on_cpu(value), device="cpu")
+
+
+@torch.no_grad()
+def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Give a parameter another optimizer state, the same on every rank. A collective.
+
+    Raises:
+        StateError: another shape; the optimizer has no such state yet, or has it as one value for several parameters.
+        RankMismatchError: ranks pass different values.
+    """
+    what = "set_full_optimizer_state"
+    holder = _holder(param, what, needs_gradient=True)
+    with holder.wire.watch.doing(f"{what}()"):
+        _same_everywhere(param, value, holder.wire, what)
+        refused = holder.wire.exchange(holder.read(lambda: _write_state(holder, name, holder.mine(value))))
+        for reason in filter(None, refused):
+            raise StateError(reason)
+
+
+@torch.no_grad()
+def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
+    """Write this rank's elements of one optimizer state."""
+    what = "set_local_optimizer_state"
+    holder = _holder(param, what, needs_gradient=True)
+    _fit(holder.numel, value, what)
+    refused = _write_state(holder, name, value.detach())
+    if refused is not None:
+        raise StateError(refused)
+
+
+def _write_state(holder: _Holder, name: str, mine: Tensor) -> str | None:
+    """Write this rank's elements. Returns why it cannot; None on a rank without elements."""
+    value, segment, part = holder.state(name), holder.segment, holder.part
+    if segment is None or part is None:
+        return None
     if value is None:
-        raise StateError(
-            f"the optimizer has no state {name!r} of {held.name!r}: run a step first, or load one with load_state_dict"
-        )
-    if not sliced:
-        raise StateError(f"optimizer state {name!r} is one value for several parameters and cannot be set for one")
-    held.place.write(state_of(optimizer, name), part)
+        return f"the optimizer has no state {name!r} of {holder.name!r}: run a step first, or load one with load_state_dict"
+    if not holder.has_elements(value):
+        return f"optimizer state {name!r} is one value for several parameters and cannot be set for one"
+    if segment.is_matrix:
+        value.copy_(mine.view(value.shape))
+    else:
+        value[part.start - segment.start : part.stop - segment.start].copy_(mine)
+    return None
 
 
-def _fit(own_numel: int, value: Tensor, what: str) -> None:
-    if tuple(value.shape) != (own_numel,):
-        raise StateError(f"{what}: this rank owns {own_numel} elements, found a value of shape {tuple(value.shape)}")
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def _fit(numel: int, value: Tensor, what: str) -> None:
+    if tuple(value.shape) != (numel,):
+        raise StateError(f"{what}: this rank owns {numel} elements, found a value of shape {tuple(value.shape)}")
 
 
 def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: str) -> None:
@@ -193,97 +412,5 @@ def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: s
     for rank, answer in enumerate(answers):
         if answer != answers[0]:
             raise RankMismatchError(
-                f"{what}: rank {rank} passes another value than rank 0; pass the same one everywhere"
+                f"{what}: rank {rank} passes another value than rank 0. Pass the same one everywhere"
             )
-
-
-# One value at a time ------------------------------------------------------------------------------------------------
-
-
-def full_parameter(param: nn.Parameter) -> Tensor:
-    """A parameter's whole value on every rank, a new tensor; of an engine, the master's (float32). A collective."""
-    return cast(Tensor, _get(param, "parameter", whole=True))
-
-
-def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter a new value, the same on every rank. A collective.
-
-    Raises:
-        StateError: another shape.
-        RankMismatchError: ranks that pass different values.
-    """
-    _set(param, "parameter", True, value)
-
-
-def full_gradient(param: nn.Parameter) -> Tensor | None:
-    """The averaged gradient, whole, on every rank, in the master's type; None where there is none. A collective.
-
-    Gradients that `no_sync` left on this rank are reduced first. Under a loss scaler it is the scaled one until `unscale_`.
-    """
-    return _get(param, "gradient", whole=True)
-
-
-def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter another averaged gradient, the same on every rank. A collective.
-
-    A parameter that had none has one from then on, and the next step updates it.
-
-    Raises:
-        StateError: another shape; a frozen parameter.
-        RankMismatchError: ranks that pass different values.
-    """
-    _set(param, "gradient", True, value)
-
-
-def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
-    """One state (`exp_avg`, `momentum_buffer`, …), whole, on every rank; None where there is none. A collective.
-
-    States that are one number (`step`) come as a 0-dim tensor.
-    """
-    return _get(param, "optimizer_state", True, name)
-
-
-def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
-    """Give a parameter another optimizer state, the same on every rank. A collective.
-
-    Raises:
-        StateError: another shape; the optimizer has no such state yet, or has it as one number for several parameters.
-        RankMismatchError: ranks that pass different values.
-    """
-    _set(param, "optimizer_state", True, value, name)
-
-
-def local_parameter(param: nn.Parameter) -> Tensor:
-    """This rank's elements of a parameter, a copy; of an engine, the master's (float32)."""
-    return cast(Tensor, _get(param, "parameter", whole=False))
-
-
-def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's elements of a parameter.
-
-    Where the stage keeps whole parameters (0 to 2) they follow with `engine.refresh()`, a collective.
-    """
-    _set(param, "parameter", False, value)
-
-
-def local_gradient(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the averaged gradient, a copy; None where none has been reduced yet."""
-    return _get(param, "gradient", whole=False)
-
-
-def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's elements of the averaged gradient.
-
-    Every rank must do so in the same step where there is no gradient yet.
-    """
-    _set(param, "gradient", False, value)
-
-
-def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
-    """This rank's elements of one optimizer state, a copy; None where there is none."""
-    return _get(param, "optimizer_state", False, name)
-
-
-def set_local_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
-    """Write this rank's elements of one optimizer state."""
-    _set(param, "optimizer_state", False, value, name)

@@ -10,24 +10,19 @@ not copied, until something is written. Closing takes a digest of the full value
 
 from __future__ import annotations
 
-import hashlib
-import sys
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..comm.agree import read
 from ..comm.wire import SoloWire, wire_device
-from ..engine.parameter import reads_no_values, set_source, source_of
-from ..errors import RankMismatchError, StateError, TierError
+from ..engine.parameter import set_source, source_of
+from ..errors import StateError, TierError
 from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.disk import Disk
 from ..tiers.fingerprint import digest
+from .deferred_parameter import copy_deferred, entered_mode, show_closed
 
 _TAG = 1 << 20  # above every span's index
 _STORED_BYTES = 64 << 10  # smaller parts stay in memory
@@ -325,25 +320,6 @@ def closed(deferred: Deferred, shape: Sequence[int], dtype: torch.dtype, require
     return param
 
 
-def show_closed(param: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    with _plain():
-        param.data = torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
-    param.__dict__.pop("__deepcopy__", None)
-    param.__class__ = DeferredParameter
-
-
-def copy_deferred(param: nn.Parameter) -> None:
-    """Let copies of an open parameter be deferred, too: a copied module registers nothing."""
-    reference = weakref.ref(param)  # copies of attributes must not keep the parameter
-
-    def __deepcopy__(memo: dict[int, Any]) -> nn.Parameter:
-        param: Any = reference()
-        return DeferredParameter.__deepcopy__(param, memo)
-
-    param.__dict__["__deepcopy__"] = __deepcopy__
-
-
 def born(
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -383,235 +359,3 @@ def _holders(tensor: Tensor) -> int:
     """How many tensors share this one's storage, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-# The class of a closed parameter ----------------------------------------------------------------------------------------
-
-_NEED_NO_VALUES = frozenset(
-    {
-        "__repr__", "__format__", "__dir__", "_has_compatible_shallow_copy_type", "can_cast", "empty_like", "full_like",
-        "get_device", "is_tensor", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
-        "promote_types", "rand_like", "randint_like", "randn_like", "result_type", "untyped_storage", "zeros_like",
-        "is_pinned", "retain_grad",
-    }
-)  # fmt: skip
-_LAYOUT = frozenset({"is_contiguous", "storage_offset", "stride"})
-"""Answered for the memory that the parameter has when it is open, as are `zeros_like` and its siblings."""
-_CASTS = frozenset({"to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"})
-
-
-class EnteredMode(TorchFunctionMode):
-    """Opens deferred parameters as torch functions use them. `zero.Init` enters one."""
-
-
-def entered_mode() -> EnteredMode | None:
-    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, EnteredMode)), None)
-
-
-def needs_values(func: Any) -> bool:
-    """Return whether a torch function reads or writes elements, or gives access to their memory."""
-    name = getattr(func, "__name__", "")
-    if name == "__set__" and getattr(func.__self__, "__name__", "") == "grad":
-        return False
-    return (
-        name not in _NEED_NO_VALUES
-        and not (name == "__get__" and _attribute(func) == "grad")
-        and not (reads_no_values(func))
-    )
-
-
-def _attribute(func: Any) -> str:
-    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name
-
-
-class DeferredParameter(nn.Parameter):
-    """A closed parameter: torch functions that read or write its values raise `StateError`.
-
-    Casts and moves return a `_Changed`, which only `param.data = …` takes: `model.half()` works on each rank's part. A full
-    value can be copied in: each rank takes its part.
-    """
-
-    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-        """A plain parameter: `type(p)(tensor)` is how libraries make another one of the same class."""
-        return nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = _of(self).copied(self)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(
-            "a parameter that was created under zero.Init() cannot be pickled: each rank has only a part of it. Shard the "
-            "model and use engine.save()"
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        first: Any = args[0] if args else None
-        is_first = isinstance(first, DeferredParameter)
-        if is_first and name in _CASTS:
-            return _Changed.of(first, lambda value: func(value, *args[1:], **options))
-        if is_first and name == "__set__" and _attribute(func) == "data" and isinstance(args[1], _Changed):
-            _of(first).apply(first, args[1].change)
-            return None
-        if is_first and name == "copy_" and type(args[1]) in (Tensor, nn.Parameter) and args[1].shape == first.shape:
-            _of(first).put(first, args[1])
-            return first
-        if needs_values(func):
-            _refuse(func, next(_deferred_in((args, options))))
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_first and name in ("__repr__", "__format__"):
-                return f"Parameter(deferred, shape={tuple(first.shape)}, dtype={first.dtype})"
-            if name == "untyped_storage":
-                return torch.UntypedStorage(first.element_size(), device="meta")  # no elements, and no address
-            if is_first and (name in _LAYOUT or name.endswith("_like")):
-                if name not in _LAYOUT:
-                    options.setdefault("device", first.device)
-                args = (_of(first).stand_in(first), *args[1:])
-            return func(*args, **options)
-
-
-class _Changed(Tensor):
-    """A closed parameter after a cast or a move, without values."""
-
-    change: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(cls, param: Any, change: Callable[[Tensor], Tensor]) -> _Changed:
-        with _plain(), torch.no_grad():
-            sample = change(torch.empty((), dtype=param.dtype, device=param.device))
-            made = sample.expand(param.shape).as_subclass(cls)
-        made.change = change
-        made.param = param  # type: ignore[attr-defined]
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if needs_values(func):
-            _refuse(func, next(_changed_in((args, kwargs or {}))).param)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def _of(param: Any) -> Deferred:
-    found = deferred_of(param)
-    if found is None:
-        raise StateError("a copy of a parameter that was created under zero.Init() has no values")
-    return found
-
-
-def _inside(value: Any, kind: type[Any]) -> Any:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _inside(each, kind)
-    elif isinstance(value, dict):
-        yield from _inside(list(value.values()), kind)
-
-
-_deferred_in = partial(_inside, kind=DeferredParameter)
-_changed_in = partial(_inside, kind=_Changed)
-
-
-def is_new_parameter(func: Any, depth: int) -> bool:
-    """Return whether a function is the `detach()` with which `nn.Parameter(p)` begins.
-
-    Args:
-        depth: frames between the caller and `nn.Parameter.__new__`.
-    """
-    code = sys._getframe(depth + 1).f_code
-    return getattr(func, "__name__", "") == "detach" and code is nn.Parameter.__new__.__code__
-
-
-def _refuse(func: Any, param: Any) -> Any:
-    name, attribute = getattr(func, "__name__", str(func)), _attribute(func)
-    what = {"__get__": f"reading .{attribute}", "__set__": f"assigning .{attribute}"}.get(name, f"{name}()")
-    if is_new_parameter(func, 2):
-        what = "nn.Parameter(p)"
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = tuple(param.shape)
-    raise StateError(
-        f"{what} of a parameter of shape {shape} that was created under zero.Init(): its values are spread over the ranks "
-        "until its model is sharded. Do this on every rank inside `with zero.Init():` (enter it again if it has ended), use "
-        "zero.full_parameter or zero.GatheredParameters, or call zero.shard or accelerator.prepare first"
-    )
-
-
-# Comparison over the ranks ----------------------------------------------------------------------------------------------
-
-
-class Seen(NamedTuple):
-    """A deferred parameter as one rank saw it."""
-
-    name: str
-    print: int | None
-    is_used: bool
-
-
-def check_equal(wire: SoloWire, what: str, mine: Sequence[Seen | None], *, unused: bool = False) -> None:
-    """Compare the values with which the ranks closed parameters. A collective.
-
-    Args:
-        mine: in the same order on every rank; None: the parameter is gone.
-        unused: compare parameters that no function was given, too. Their memory may hold anything.
-
-    Raises:
-        RankMismatchError: on every rank, with the first parameter that differs.
-    """
-    if wire.size == 1:
-        return
-    found = hashlib.blake2b(repr((what, mine)).encode(), digest_size=16).hexdigest()
-    if len(set(wire.exchange(found))) == 1:
-        return
-    everyone: list[tuple[str, list[Seen | None]]] = wire.exchange((what, list(mine)))
-    _refuse_different("", [each for each, _ in everyone])
-    for column in zip(*(theirs for _, theirs in everyone)):
-        alive = [each for each in column if each is not None]
-        if len(alive) < len(column):
-            continue
-        _refuse_different(f"{what}: the parameters that they use: ", [each.name for each in alive])
-        prints = [each.print for each in alive]
-        if len(set(prints)) == 1 or OWN in prints or not (unused or any(each.is_used for each in alive)):
-            continue
-        rank = next(rank for rank, each in enumerate(prints) if each != prints[0])
-        raise RankMismatchError(
-            f"{what}: rank {rank} gave {alive[0].name} other values than rank 0, and each rank keeps only its own part of "
-            "them. Every rank must compute the same values: seed the ranks alike inside zero.Init, load the same files, and "
-            "change values of one rank with zero.GatheredParameters(p, modifier_rank=0)"
-        )
-
-
-def _refuse_different(what: str, values: Sequence[str]) -> None:
-    for rank, each in enumerate(values):
-        if each != values[0]:
-            raise RankMismatchError(
-                f"ranks differ inside zero.Init: {what}rank 0 has {values[0]}, rank {rank} has {each}. Every rank must run the "
-                "same code inside it"
-            )
-
-
-def check_ready(model: nn.Module) -> None:
-    """Compare the deferred parameters of a model over the ranks, before it is sharded. A collective where there are some.
-
-    Raises:
-        RankMismatchError: on every rank: they have other values.
-    """
-    mine: list[Seen] = []
-    wire: SoloWire | None = None
-    for name, param in model.named_parameters():
-        deferred = deferred_of(param)
-        if deferred is not None and deferred.wire.size > 1:
-            deferred.follow(param)
-            wire = deferred.wire
-            mine.append(Seen(f"parameter {name!r}", deferred.print, deferred.is_used))
-    if wire is not None:
-        check_equal(wire, "zero.shard of a model built under zero.Init", mine, unused=True)

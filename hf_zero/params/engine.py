@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+from torch import nn
 
 from ..compat.compiling import Compile, Compiling
+from ..compat.evaluation import OtherDtype
+from ..compat.names import EngineNames
+from ..core.layout import Layout
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
 from ..errors import StateError
@@ -18,7 +23,7 @@ from ..plan.record import Recorder
 from ..plan.report import Report
 
 
-class Engine(core.Engine):
+class Engine(EngineNames, core.Engine):
     """One sharded model in training. Made by `zero.shard`; see there."""
 
     def report(self) -> Report:
@@ -81,5 +86,23 @@ class Engine(core.Engine):
         return self.context.plan
 
     @property
+    def layout(self) -> Layout:
+        """Which rank owns which elements; integers only."""
+        return self.context.layout
+
+    def shown_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Inside, the model is as after `model.to(dtype)`, for forwards without a graph; masters are as before.
+
+        Where full parameters stay, that takes a second copy of them in this dtype, else one of a unit at a time. On every
+        rank.
+        """
+        return self.observer(OtherDtype).shown_in(dtype)
+
+    @property
     def _records(self) -> Records:
         return self.observer(Records)
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """Return the engine of a sharded model, also through wrappers that hold it as a submodule; None for any other module."""
+    return cast("Engine | None", core.engine_of(model))

@@ -1,6 +1,6 @@
-"""Whole values of sharded parameters for a while: of some (`GatheredParameters`), of a model's (`unsharded`).
+"""Full parameters for a while: of some (`GatheredParameters`), of a model's (`unsharded`).
 
-They work alike for parameters of an engine, at every stage and precision, and for those born under `zero.Init` that no
+They work alike for parameters of an engine, at every stage and precision, and for those created under `zero.Init` that no
 engine has yet.
 """
 
@@ -8,39 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.wire import SoloWire
-from ..core.precision import dtype_of
+from ..engine.context import Context
+from ..engine.engine import engine_of
+from ..engine.parameter import Place, place_of
+from ..engine.span import Span
+from ..engine.unit import Unit
+from ..engine.unsharded import Hold
+from ..engine.written import carry
 from ..errors import ConfigError, StateError
-from ..runtime.engine import engine_of
-from ..runtime.values.carrying import put
-from ..runtime.values.deferred import Birth
-from ..runtime.values.ownership import owner_of
-from ..runtime.values.sharded import Place, master_of
-from ..runtime.values.unit import State
 from ..tiers.fingerprint import fingerprint
-from .access import HeldParameter, holder_of
+from .deferred import Deferred, deferred_of
 
 
 class GatheredParameters:
-    """`with zero.GatheredParameters(params, modifier_rank=0):` whole values in `param.data` inside, on every rank.
+    """Gather full parameters: `with zero.GatheredParameters(params, modifier_rank=0):`. A collective at entry and exit.
 
-    In the parameters' own types, from the masters. A collective at entry and exit. Contexts inside one another are fine: the
-    outer one decides for the parameters that it has. Plain parameters are left alone.
+    Inside, every rank has full values, in the parameters' own dtypes, from the master weights. All parameters of the units of
+    `params` are readable; edits of `params` alone are checked and kept. In nested contexts the outer one decides for the
+    parameters that it has. Plain parameters are left alone.
 
     Args:
-        params: a parameter, several, or a module for all of its own.
-        modifier_rank: whose edits are kept, on every rank. None: nobody may edit.
+        params: a parameter, several, or a module for all of its parameters.
+        modifier_rank: whose edits are kept, on every rank. None: no rank may edit.
         enabled: False to do nothing.
 
     Raises:
-        StateError: at exit, on every rank: a parameter was edited without `modifier_rank`, or has another shape or type. All
-            values are then as they were, as after any exception inside.
+        StateError: at exit, on every rank: a parameter was edited without `modifier_rank`. All values are then as they were,
+            as after any exception inside.
+
+    Example:
+        >>> with zero.GatheredParameters(model.lm_head, modifier_rank=0), torch.no_grad():
+        ...     if rank == 0:
+        ...         model.lm_head.weight[new_token] = model.lm_head.weight.mean(0)
     """
+
+    _open: ClassVar[list[GatheredParameters]] = []
+    """Contexts that are entered and not left, the outermost first."""
 
     def __init__(
         self,
@@ -48,188 +57,242 @@ class GatheredParameters:
         modifier_rank: int | None = None,
         enabled: bool = True,
     ) -> None:
-        found: Iterable[nn.Parameter]
-        match params:
-            case nn.Module():
-                found = params.parameters()
-            case nn.Parameter():
-                found = [params]
-            case _:
-                found = params
-        self._params = list({id(param): param for param in found}.values()) if enabled else []
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, nn.Parameter):
+            params = [params]
+        self._params = list({id(param): param for param in params}.values()) if enabled else []
         self._modifier_rank = modifier_rank
-        self._gathered: list[_Gathered] = []
-        self._shared: list[tuple[nn.Parameter, SoloWire]] = []
-        """Whole by `unsharded`, on every rank: `modifier_rank`'s values are everybody's at the end."""
+        self._groups: list[_Group] = []
 
     def __enter__(self) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        outer = {id(param) for context in self._open for group in context._groups for param in group.params}
+        found: dict[int, tuple[Context | None, list[nn.Parameter]]] = {}
+        with torch._C.DisableTorchFunction():
+            for param in self._params:
+                place, deferred = place_of(param), deferred_of(param)
+                if id(param) not in outer and (place is not None or deferred is not None):
+                    context = None if place is None else place.unit.context
+                    found.setdefault(id(context), (context, []))[1].append(param)
             try:
-                for param in self._params:
-                    holder = holder_of(param)
-                    if holder is not None and not _is_gathered(holder):
-                        rank, most = self._modifier_rank, holder.wire.size - 1
-                        if rank is not None and not 0 <= rank <= most:
-                            raise ConfigError(f"modifier_rank must be None or one of 0 to {most}, found {rank}")
-                        with holder.wire.watch.doing("GatheredParameters"):
-                            self._gathered.append(_Gathered(param, holder))
-                    elif isinstance(holder, HeldParameter) and holder.engine.sharded.is_unsharded:
-                        self._shared.append((param, holder.wire))
+                for context, params in found.values():
+                    group = _Created(params) if context is None else _Sharded(context, params)
+                    group.check_rank(self._modifier_rank)
+                    self._groups.append(group)
+                    group.begin()
             except BaseException:
-                self._discard()
+                self._leave()
                 raise
+        self._open.append(self)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            shared, self._shared = self._shared, []
-            if kind is None and self._modifier_rank is not None:
-                for param, wire in shared:
-                    param.data = param.data.contiguous()
-                    wire.broadcast(param.data.view(-1).view(torch.uint8), self._modifier_rank)
-            if kind is not None or not self._gathered:
-                self._discard()
-                return
+        self._open.remove(self)
+        with torch._C.DisableTorchFunction():
             try:
-                self._keep_edits()
+                if kind is None:
+                    for group in self._groups:
+                        group.keep_edits(self._modifier_rank)
             finally:
-                self._discard()
+                self._leave()
 
-    def _discard(self) -> None:
-        for gathered in self._gathered:
-            gathered.discard()
-        self._gathered.clear()
+    def _leave(self) -> None:
+        for group in self._groups:
+            group.end()
+        self._groups.clear()
 
-    def _keep_edits(self) -> None:
-        wire = max((gathered.holder.wire for gathered in self._gathered), key=lambda w: w.size)
-        with wire.watch.doing("GatheredParameters"):
-            everyone: list[list[str]] = wire.exchange([gathered.edit() for gathered in self._gathered])
-        allowed = self._modifier_rank
-        for rank, edits in enumerate(everyone):
-            for gathered, edit in zip(self._gathered, edits):
-                if edit and (allowed is None or (rank == allowed and edit != _VALUES)):
-                    advice = (
-                        "pass modifier_rank to keep one rank's edits"
-                        if allowed is None
-                        else "edit values in place only"
-                    )
+
+class _Group:
+    """Parameters that a `GatheredParameters` has gathered, of one kind."""
+
+    is_free = False
+    """Edits belong to an outer context, also without `modifier_rank`."""
+    wire: SoloWire
+    params: list[nn.Parameter]
+
+    def check_rank(self, modifier: int | None) -> None:
+        last = self.wire.size - 1
+        if modifier is not None and not 0 <= modifier <= last:
+            raise ConfigError(f"modifier_rank must be None or one of 0 to {last}, found {modifier}")
+
+    def begin(self) -> None:
+        with self.wire.watch.doing("GatheredParameters"):
+            self.gather()
+        self._prints = self._fingerprints()
+
+    def _fingerprints(self) -> list[list[int]]:
+        return [fingerprint(self.full(number)).tolist() for number in range(len(self.params))]
+
+    @torch.no_grad()
+    def keep_edits(self, modifier: int | None) -> None:
+        """Keep what `modifier` wrote. A collective.
+
+        Raises:
+            StateError: a rank wrote without being allowed to.
+        """
+        if modifier is None and self.is_free:
+            return
+        with self.wire.watch.doing("GatheredParameters"):
+            for rank, reason in enumerate(self.wire.exchange(self.check_shapes())):
+                if reason and (modifier is None or rank == modifier):
                     raise StateError(
-                        f"{gathered.name} was edited inside GatheredParameters on rank {rank} ({edit}); the edit is "
-                        f"discarded: {advice}"
+                        f"{reason} inside GatheredParameters on rank {rank}; the edit is discarded: edit values in place only"
                     )
-        if allowed is None:
-            return
-        written: dict[int, Place] = {}
-        for gathered, edit in zip(self._gathered, everyone[allowed]):
-            if edit:
-                gathered.keep(allowed)
-                if isinstance(gathered.holder, HeldParameter):
-                    written[id(gathered.holder.place.unit)] = gathered.holder.place
-        for place in written.values():
-            place.written()
+            edited = [now != before for now, before in zip(self._fingerprints(), self._prints)]
+            everyone: list[list[bool]] = self.wire.exchange(edited)
+            for rank, theirs in enumerate(everyone):
+                if modifier is None and any(theirs):
+                    raise StateError(
+                        f"{self.name(theirs.index(True))} was edited inside GatheredParameters on rank {rank}; the edit is "
+                        "discarded. Pass modifier_rank to keep one rank's edits"
+                    )
+            for number, flags in enumerate(zip(*everyone)):
+                if any(flags) and modifier is not None:
+                    values = self.full(number).contiguous()
+                    if self.wire.size > 1:
+                        self.wire.broadcast(values.view(-1).view(torch.uint8), modifier)
+                    self.keep(number, values)
+
+    def check_shapes(self) -> str:
+        return ""  # a sharded parameter keeps its shape
+
+    # By kind ----------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        raise NotImplementedError
+
+    def full(self, number: int) -> Tensor:
+        """The full values of one parameter, as user code may have written them."""
+        raise NotImplementedError
+
+    def name(self, number: int) -> str:
+        raise NotImplementedError
+
+    def keep(self, number: int, values: Tensor) -> None:
+        """Full values are the parameter's from now on. The same on every rank."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
 
 
-_VALUES = "other values"
+class _Sharded(_Group):
+    """Parameters of one engine."""
+
+    def __init__(self, context: Context, params: list[nn.Parameter]) -> None:
+        self.params, self.wire, self._context = params, context.wire, context
+        self._places: list[Place] = [place for param in params if (place := place_of(param)) is not None]
+        self.is_free = context.is_unsharded
+        self._kept: dict[Span, list[int]] = {}
+        self._hold: Hold | None = None
+        self._apart: list[Unit] = []
+
+    def gather(self) -> None:
+        units = list(dict.fromkeys(place.unit for place in self._places))
+        for span in [span for unit in units for span in unit.spans]:
+            for event in self._context.events.master_read:
+                event(span)
+        self._apart = [unit for unit in units if not unit.is_apart]
+        for unit in self._apart:
+            unit.is_apart = True
+        self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
+
+    def full(self, number: int) -> Tensor:
+        place = self._places[number]
+        return place.span.view(place.index)
+
+    def name(self, number: int) -> str:
+        place = self._places[number]
+        return f"parameter {place.span.name_of(place.index)!r}"
+
+    def keep(self, number: int, values: Tensor) -> None:
+        span, index = self._places[number].span, self._places[number].index
+        carry(span, index, values.view(-1))
+        span.view(index).copy_(values)  # of a unit that an outer context has gathered
+        self._kept.setdefault(span, []).append(index)
+
+    def end(self) -> None:
+        if self._hold is not None:
+            self._hold.end(self._kept)
+        for unit in self._apart:
+            unit.is_apart = False
+            for event in self._context.events.writes_dropped:  # an outer context's unit: what was written here is known
+                event(unit)
 
 
-class _Gathered:
-    """One parameter that a `GatheredParameters` has made whole."""
+class _Created(_Group):
+    """Parameters created under `zero.Init`."""
 
-    def __init__(self, param: nn.Parameter, holder: HeldParameter | Birth) -> None:
-        self.param = param
-        self.holder = holder
-        self.done = False
-        if isinstance(holder, Birth):
-            self.name = f"a parameter of shape {tuple(param.shape)}"
-            holder.close(param)  # the values to come back to, if it is open just now
-            whole = holder.whole(param)
-            holder.open(param, whole=whole)
-            holder.pins += 1
-        else:
-            self.name = f"parameter {holder.name!r}"
-            holder.settle()
-            place = holder.place
-            whole = place.whole(master_of).to(dtype_of(place.slot.spec.dtype))
-            place.flat.pinned.add(place.at)
-            place.flat.show(place.at, whole)
-        self._shape, self._dtype = whole.shape, whole.dtype
-        self._print = fingerprint(whole)
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self._sources: list[Deferred] = [each for param in params if (each := deferred_of(param)) is not None]
+        self.wire = max((each.wire for each in self._sources), key=lambda wire: wire.size)
+        self._pinned: dict[int, Deferred] = {}
+        self._kinds = [(param.shape, param.dtype) for param in params]
 
-    def edit(self) -> str:
-        """How this rank's value differs from what was gathered; empty if it does not."""
-        value = self.param.data
-        if value.shape != self._shape or value.dtype != self._dtype:
-            return f"{value.dtype} {tuple(value.shape)} instead of {self._dtype} {tuple(self._shape)}"
-        return "" if torch.equal(fingerprint(value), self._print) else _VALUES
+    def gather(self) -> None:
+        for number, (param, deferred) in enumerate(zip(self.params, self._sources)):
+            deferred.close(param)  # the values to come back to, if it is open just now
+            deferred.open(param)
+            if deferred.wire.size == 1:
+                param.data = param.data.clone()  # the values to come back to are its memory
+            deferred.pins += 1
+            self._pinned[number] = deferred
 
-    def keep(self, rank: int) -> None:
-        """Rank `rank`'s value, on every rank; a collective."""
-        holder = self.holder
-        if self.param.data.shape == self._shape and self.param.data.dtype == self._dtype:
-            value = self.param.data.contiguous()
-        else:
-            value = torch.empty(self._shape, dtype=self._dtype, device=self.param.device)
-        if holder.wire.size > 1:
-            holder.wire.broadcast(value.view(-1).view(torch.uint8), rank)
-        if isinstance(holder, Birth):
-            self.param.data = value
-            holder.pins -= 1
-            holder.close(self.param)
-            self.done = True
-            return
-        place = holder.place
-        place.unit.release()
-        place.unit.close()
-        put(place.flat, place.at, value)
+    def full(self, number: int) -> Tensor:
+        values, (shape, dtype) = self.params[number].data, self._kinds[number]
+        is_same = values.shape == shape and values.dtype == dtype
+        return values if is_same else torch.empty(shape, dtype=dtype, device=values.device)
 
-    def discard(self) -> None:
-        """Back to what the parameter was, with what has been kept."""
-        if self.done:
-            return
-        self.done = True
-        holder = self.holder
-        if isinstance(holder, Birth):
-            holder.pins -= 1
-            holder.close(self.param, keep=False)
-            return
-        unit, flat, index = holder.place
-        flat.pinned.discard(index)
-        flat.unshow(index, gathered=unit.policy.keep_full or unit.state is State.GATHERED)
+    def check_shapes(self) -> str:
+        """Which parameter has values of another shape or dtype now; empty if none has."""
+        for number, (param, kind) in enumerate(zip(self.params, self._kinds)):
+            if (param.shape, param.dtype) != kind:
+                return f"{self.name(number)} has another shape or dtype: {param.dtype} {tuple(param.shape)}"
+        return ""
+
+    def name(self, number: int) -> str:
+        return f"a parameter of shape {tuple(self.params[number].shape)}"
+
+    def keep(self, number: int, values: Tensor) -> None:
+        self.params[number].data = values
+        deferred = self._pinned.pop(number)
+        deferred.pins -= 1
+        deferred.close(self.params[number])
+
+    def end(self) -> None:
+        for number, deferred in self._pinned.items():
+            deferred.pins -= 1
+            deferred.close(self.params[number], keep=False)
+        self._pinned.clear()
 
 
 @contextmanager
 def unsharded(model: nn.Module, *, in_compute_dtype: bool = False) -> Iterator[None]:
-    """`with zero.unsharded(model):` all weights are whole inside, on every rank: forwards and `generate` gather nothing.
+    """Gather the whole model: `with zero.unsharded(model):`. A collective at its beginning and its end.
 
-    For phases of generation, averages of weights, `merge_and_unload`, whatever reads `named_parameters()`. Gathered once,
-    from the masters. What is written to parameters inside counts from then on, as anywhere between steps and also after an
-    exception: the same edit on every rank. `state_dict()`, saving and the accessors inside see it. Backwards, optimizer steps
-    and loads are refused. In a context of the same model nothing more happens, and `GatheredParameters` inside gathers
-    nothing. A model without an engine is left alone. A collective at its beginning and its end.
+    For phases of generation, averages of weights, `merge_and_unload`, and code that reads `named_parameters()`. Weights are
+    gathered once, from the masters; forwards and `generate` inside gather nothing. What is written to parameters inside is
+    kept, also after an exception: make the same edit on every rank. `state_dict()`, saving and the accessors inside see it.
+    Backwards, optimizer steps and loads are refused. A nested context of the same model does nothing, and `GatheredParameters`
+    inside gathers nothing. A model without an engine is left alone.
 
     Args:
-        in_compute_dtype: weights as forwards use them, under bf16 and fp16 half the memory and no cast in each forward: for
-            generation. False: in their own types, as they are saved.
+        in_compute_dtype: weights as forwards use them: under bf16 and fp16 half the memory, and no cast in each forward. Use it
+            for generation. False: in their own dtypes, as they are saved.
 
     Raises:
         OutOfMemoryError: on every rank, at the beginning: how much is missing where.
-        StateError: the model was born under zero.Init and has no engine yet; what was written has another shape, or belongs to
-            values that stay in the model's own files.
+        StateError: the model was created under zero.Init and has no engine yet.
         RankMismatchError: at the end, on every rank: the ranks have made different edits.
     """
     engine = engine_of(model)
     if engine is None:
-        if any(isinstance(owner_of(param), Birth) for param in model.parameters()):
+        if any(deferred_of(param) is not None for param in model.parameters()):
             raise StateError(
-                "zero.unsharded: the model was born under zero.Init and is not sharded yet: shard it first, or use "
+                "zero.unsharded: the model was created under zero.Init() and is not sharded yet. Shard it first, or use "
                 "zero.GatheredParameters(model)"
             )
         yield
         return
     with engine.unsharded(in_compute_dtype=in_compute_dtype):
         yield
-
-
-def _is_gathered(holder: HeldParameter | Birth) -> bool:
-    if isinstance(holder, Birth):
-        return holder.pins > 0
-    return holder.engine.sharded.is_unsharded or holder.place.at in holder.place.flat.pinned

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +12,16 @@ from torch import nn
 from .. import compat, diagnostics
 from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
+from ..core.precision import gathered_as
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
-from .deferred import check_ready
+from ..plan.machine import Machine
+from . import FIRST_FORWARD
+from .alike import check_ready
+from .arguments import check_shard_arguments, device_from
 from .engine import Engine
+
+_LOG = logging.getLogger(__name__)
 
 
 def shard(
@@ -22,20 +30,88 @@ def shard(
     config: ZeroConfig | None = None,
     *,
     mixed_precision: str | None = "no",
-    device: torch.device | None = None,
-    **options: Any,
+    device: torch.device | str | int | None = None,
+    machine: Machine | None = None,
+    **transports: Any,
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the default process group. A collective.
 
-    As `hf_zero.engine.shard`, with the observers of `compat` and `diagnostics`.
+    The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
+
+    Args:
+        model: on its final device, in its final dtype; or made under `zero.Init`.
+        optimizer: over this model's parameters, with or without state; several in a list; None to evaluate only.
+        config: the settings; stage 2 by default.
+        mixed_precision: `no`, `bf16` or `fp16`: the forward runs under autocast.
+        device: where to compute, for a model that is in host memory: units move there one after another, which needs no
+            more device memory than training does. None: where the model is.
+        machine: measured speeds, for `auto`. Without, typical ones order the choices.
+        transports: what bytes move with; see `hf_zero.engine.shard`.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ConfigError: settings; a model that is sharded already.
+        LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
+        UnsupportedOptimizerError: an optimizer that cannot step over a sharded model.
+        RankMismatchError: ranks differ in structure or values; names the first difference, on every rank.
+
+    Example:
+        >>> engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), mixed_precision="bf16")
     """
-    config = config or ZeroConfig()
+    check_shard_arguments(model, optimizer, config)
     model, compile_ = take_wrapper_off(model)
     check_ready(model)
+    config = config or ZeroConfig()
     observers = [*compat.observers(), *diagnostics.observers(config)]
-    engine = shard_core(
-        model, optimizer, config, observers, mixed_precision=mixed_precision, device=device, kind=Engine, **options
-    )
+    try:
+        engine = shard_core(
+            model,
+            optimizer,
+            config,
+            observers,
+            mixed_precision=mixed_precision,
+            device=device_from(device),
+            machine=machine or Machine(),
+            kind=Engine,
+            **transports,
+        )
+    except BaseException:
+        for observer in observers:
+            observer.refused()
+        raise
+    _check_first_forward(engine)
+    _log(engine)
     if compile_ is not None:
         engine.compile(using=compile_)
     return engine
+
+
+def _check_first_forward(engine: Engine) -> None:
+    """Register checks that run until a forward builds a graph, and never again."""
+    checks: list[Callable[[int], None]] = list(FIRST_FORWARD)
+
+    def check(*_: object) -> None:
+        for each in checks:
+            each(engine.world_size)
+        if torch.is_grad_enabled():
+            handle.remove()
+
+    handle = engine.model.register_forward_pre_hook(check)
+    engine.on_detach(handle.remove)
+
+
+def _log(engine: Engine) -> None:
+    if engine.rank:
+        return
+    config, precision = engine.config, engine.precision
+    ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
+    if config.replicas > 1:
+        ranks += f" in {config.replicas} replicas"
+    _LOG.info("stage %d on %s; %s", config.stage, ranks, precision)
+    if precision.autocast_dtype is not None:
+        spans = [span for unit in engine.units for span in unit.spans if span.compute_dtype != span.master_dtype]
+        names = [span.name_of(index) for span in spans for index in range(len(span.params))]
+        cast = gathered_as(names, len(engine.context.names), precision.autocast_dtype)
+        _LOG.info("gathered %s; ZeroConfig.full_precision names others", cast)

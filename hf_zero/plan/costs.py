@@ -1,10 +1,9 @@
-"""Bytes that rest on one rank, by tier and kind, for a layout and a placement. Every formula is one small function.
+"""Stored bytes of one rank, by tier and kind, for a layout and a placement. Every formula is one small function.
 
-What comes and goes in a step, and all of it together, is `peaks`.
+`peaks` adds temporary bytes.
 
-Words: a span's slice is this rank's part of it. `own` is the slice in the compute dtype, at rest in the parameter tier. A
-*shard* is a stretch of the slice at rest in one optimizer tier: master, gradient, optimizer states. Where both types and both
-tiers are equal, `own` is the master.
+Words: a span's slice is this rank's part of it. The copy is the slice in the compute dtype, in the parameter tier. Master,
+gradient and optimizer states of the slice are in the optimizer tier. Where types and tiers are equal, the copy is the master.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one span rests, on every rank alike."""
+    """Where one span is stored, the same on every rank."""
 
     parameters: Tier
-    """Where `own` rests."""
+    """Tier of the copy."""
     optimizer: tuple[tuple[Tier, int], ...]
-    """Consecutive stretches of the slice as (tier, elements), multiples of `ALIGN_NUMEL`; () for frozen spans."""
+    """Consecutive parts of the slice as (tier, elements); () for frozen spans."""
 
     def numel(self, tier: Tier) -> int:
-        """Elements of the slice whose optimizer state rests in `tier`."""
+        """Return how many elements of the slice have their optimizer state in `tier`."""
         return sum(numel for place, numel in self.optimizer if place is tier)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the formulas need to know beside the layout and the placements."""
+    """Inputs of the formulas besides the layout and the placements."""
 
     policy: StagePolicy
     world_size: int
@@ -49,27 +48,23 @@ class Setup:
     backward_per_step: int = 1
     step_in_backward: bool = False
     is_cpu: bool = False
-    """The device is the CPU: its wire takes fresh gradients of a span of one parameter as they are, and a copy over the link is
-    over at once, so that one block serves all.
+    """The device is the CPU: the gradient of a span of one parameter is sent without a copy, and copies over the link are
+    complete at once.
     """
     in_files: frozenset[str] = frozenset()
-    """Parameters whose values are in the model's own files, where they stay as long as they are frozen and rest on disk."""
+    """Parameters whose values stay in the model's own files: frozen ones, with the parameter tier on disk."""
     sizes: Sizes = SIZES
-    """Of the blocks and records that the engine works in."""
+    """Sizes of blocks and slabs."""
     wire: str = "none"
-    """Format of codes in which gradients travel."""
+    """Format in which gradients are sent."""
     defers: bool = False
     """All micro-batches of a step but its last are inside `no_sync(defer=True)`."""
     kept: frozenset[int] = frozenset()
-    """Units, by their place in the layout, that stay gathered between a forward and its backward."""
-    parts: frozenset[int] = frozenset()
-    """Units of which each rank keeps its part of what was gathered meanwhile, cut among the ranks of its node."""
-    node_ranks: int = 1
-    """Ranks of a node, where parameters are sharded over more than one; 1: else."""
+    """Indices of units that stay gathered between a forward and its backward."""
 
     @property
     def reduces_once(self) -> bool:
-        """Gradients of a step's backwards wait on this rank for the last of them."""
+        """Gradients of a step's backwards are reduced with the last of them."""
         if self.world_size == 1 or self.backward_per_step == 1:
             return False
         return self.defers or not self.policy.reduce_each_backward
@@ -83,115 +78,130 @@ class Setup:
 class Memory:
     """Bytes on one rank, by tier and kind.
 
-    `rest` is what is there between backward and step; `peak` the highest of each kind, with what comes and goes. These are not
-    all there at one time. Fresh gradients on their way to their owner count as communication.
+    `rest` is stored between backward and step; `peak` is the highest of each kind, with temporary bytes. The peaks of kinds
+    are at different moments. Local gradients that are being reduced count as communication.
     """
 
     rest: Mapping[Tier, Mapping[str, int]]
     peak: Mapping[Tier, Mapping[str, int]]
     highest: Mapping[Tier, int]
-    """By tier: all that is there at the highest moment."""
+    """By tier: all bytes at the highest moment."""
     most: Mapping[Tier, int]
-    """A bound above it: with all states at rest and complete, which makes it linear in what rests where."""
+    """An upper bound of it, with all states stored, which makes it linear in the placements."""
 
     def at_rest(self, tier: Tier) -> int:
         return sum(self.rest[tier].values())
 
     def at_peak(self, tier: Tier) -> int:
-        """At the highest moment."""
+        """Return bytes at the highest moment."""
         return self.highest[tier]
 
     def at_most(self, tier: Tier) -> int:
-        """What budgets are compared with."""
+        """Return the bound that budgets are compared with."""
         return self.most[tier]
 
     @property
     def states(self) -> int:
-        """Parameters, gradients and optimizer state over all tiers."""
+        """Bytes of parameters, gradients and optimizer state over all tiers."""
         return sum(kinds[kind] for kinds in self.rest.values() for kind in STATES)
 
 
 def together(tier: Tier, span: Span, stretches: Sequence[tuple[Tier, int]]) -> Tier:
-    """The tier of `own`: never slower than the slowest master where the two are of one type, as they are one memory then."""
+    """Return the tier of the copy: never slower than the slowest master where both have one type, and so one memory."""
     if not stretches or span.spec.compute_dtype != span.spec.master_dtype:
         return tier
     return min(tier, max((place for place, _ in stretches), key=TIERS.index), key=TIERS.index)
 
 
 def shares_memory(span: Span, policy: StagePolicy) -> bool:
-    """Whether `own` is the master where both rest in one tier: of one type, and never overwritten with what is gathered."""
+    """Return whether the copy is the master where both are in one tier: of one type, and not overwritten by gathers."""
     rounded = policy.keep_full and gather_codec(span) is not None
     return span.spec.compute_dtype == span.spec.master_dtype and not rounded
 
 
-def part_numel(span: Span, node_ranks: int) -> int:
-    """Elements of a gathered span that each rank of a node keeps; the last ones may keep fewer."""
-    return -(-span.numel // node_ranks)
-
-
 def stays(span: Span, placement: Placement, policy: StagePolicy) -> bool:
-    """Whether the whole span is in device memory all the time."""
+    """Return whether the full span is in device memory all the time."""
     return placement.parameters is Tier.DEVICE and (policy.keep_full or span.shards == 1)
 
 
 def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
-    """Whether a frozen span stays where it is in the model's own files."""
+    """Return whether a frozen span stays in the model's own files."""
     if placement.parameters is not Tier.DISK or span.trainable:
         return False
     return all(slot.spec.name in setup.in_files for slot in span.slots)
 
 
 def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
-    """In the parameter tier: `own`, or all of the span where it stays; on disk whole pages, where not the master's array."""
-    if is_in_files(span, placement, setup):
+    """Return bytes in the parameter tier: the copy, or the full span where it stays; on disk in full pages."""
+    if is_in_files(span, placement, setup) or _casts_master(span, placement, setup):
         return 0
     numel = span.numel if stays(span, placement, setup.policy) else span.slice_numel
     nbytes = numel * itemsize(span.spec.compute_dtype)
     return padded(nbytes) if placement.parameters is Tier.DISK and not _shares_array(span, placement) else nbytes
 
 
+def _casts_master(span: Span, placement: Placement, setup: Setup) -> bool:
+    """Return whether masters on the device are cast into the gathered span before each gather: no copy is stored."""
+    if stays(span, placement, setup.policy) or span.spec.compute_dtype == span.spec.master_dtype:
+        return False
+    return placement.parameters is Tier.DEVICE and all(tier is Tier.DEVICE for tier, _ in placement.optimizer)
+
+
 def _shares_array(span: Span, placement: Placement) -> bool:
-    """On disk: `own` is the masters' array."""
+    """Return whether the copy on disk is the masters' array."""
     if placement.parameters is not Tier.DISK or span.spec.compute_dtype != span.spec.master_dtype:
         return False
     return not placement.optimizer or (len(placement.optimizer) == 1 and placement.optimizer[0][0] is Tier.DISK)
 
 
 def master_bytes(span: Span, placement: Placement, tier: Tier, policy: StagePolicy) -> int:
-    """Masters in `tier`, in memory, that are a memory of their own."""
+    """Return bytes of masters in `tier`, in memory, that are not the copy."""
     same = shares_memory(span, policy)
     if same and placement.parameters is tier:
         return 0
     numel = placement.numel(tier)
     if not placement.optimizer and not same and placement.parameters is tier:
-        numel = span.slice_numel  # a frozen span keeps its own values beside those it computes with
+        numel = span.slice_numel  # a frozen span keeps exact values besides those that it computes with
     return numel * itemsize(span.spec.master_dtype)
 
 
 def disk_bytes(span: Span, numel: int, tensors: int) -> int:
-    """Master and states of `numel` elements, each an array of whole pages on disk, or in a slab."""
+    """Return bytes of master and states of `numel` elements, each an array of full pages on disk, or in a slab."""
     return (1 + tensors) * padded(numel * itemsize(span.spec.master_dtype))
 
 
 def tensors_bytes(span: Span, numel: int, tier: Tier, setup: Setup) -> int:
-    """Optimizer states of `numel` elements that rest in `tier`; on disk, in whole pages.
+    """Return bytes of optimizer states of `numel` elements in `tier`; on disk, in full pages.
 
-    Of parameters that the optimizer steps over whole: what it makes of each, of whatever shape.
+    Full-matrix optimizers: the states of each parameter, of any shape.
     """
     if not span.is_whole:
         nbytes = numel * itemsize(span.spec.master_dtype)
         return setup.optimizer_tensors * (padded(nbytes) if tier is Tier.DISK else nbytes)
-    arrays = [nbytes for slot in span.wholes for nbytes in slot.spec.state_bytes] if numel else []
-    return round(span.share * sum(padded(nbytes) if tier is Tier.DISK else nbytes for nbytes in arrays))
+    master = itemsize(span.spec.master_dtype)
+    arrays = [(nbytes, slot.spec.numel * master) for slot in span.wholes for nbytes in slot.spec.state_bytes]
+    chosen = [nbytes for nbytes, whole in arrays if tier is not Tier.DISK or nbytes == whole] if numel else []
+    return round(span.share * sum(padded(nbytes) if tier is Tier.DISK else nbytes for nbytes in chosen))
+
+
+def beside_disk_bytes(span: Span, numel: int, setup: Setup) -> int:
+    """Return bytes of optimizer states in host memory beside `numel` masters on disk: arrays that are not of their shape."""
+    if not span.is_whole or not numel:
+        return 0
+    master = itemsize(span.spec.master_dtype)
+    arrays = [(nbytes, slot.spec.numel * master) for slot in span.wholes for nbytes in slot.spec.state_bytes]
+    return round(span.share * sum(nbytes for nbytes, whole in arrays if nbytes != whole))
 
 
 def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) -> int:
-    """Optimizer states in `tier`, and masters that are a memory of their own; on disk, in whole pages.
+    """Return bytes of optimizer states in `tier`, and of masters that are not the copy; on disk, in full pages.
 
-    Where the masters on disk are the parameters themselves, these count as parameters, and all padding here.
+    Where masters on disk are the copy, they count as parameters, and their padding counts here.
     """
     if tier is not Tier.DISK:
         states = tensors_bytes(span, placement.numel(tier), tier, setup)
+        if tier is Tier.HOST:
+            states += beside_disk_bytes(span, placement.numel(Tier.DISK), setup)
         return states + master_bytes(span, placement, tier, setup.policy)
     if is_in_files(span, placement, setup):
         return 0
@@ -206,38 +216,29 @@ def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) 
 
 
 def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
-    """Bytes per gradient element at rest.
-
-    Float32 (the master's type) is what sums over ranks and backwards need. Alone, with one backward per step, a gradient that
-    rests below the device keeps the type it came in, but for float16, which loss scalers unscale. Stepped in backward, it does
-    not rest.
-    """
-    if tier is Tier.DEVICE:
-        return itemsize(span.spec.master_dtype)
-    if setup.backward_per_step == 1 and setup.step_in_backward:
+    """Return bytes per stored gradient element: the master's. `step_in_backward` with one backward per step stores none."""
+    if tier is not Tier.DEVICE and setup.backward_per_step == 1 and setup.step_in_backward:
         return 0
-    if setup.backward_per_step == 1 and setup.world_size == 1 and span.spec.compute_dtype != "float16":
-        return itemsize(span.spec.compute_dtype)
     return itemsize(span.spec.master_dtype)
 
 
 def stores_gradients(tier: Tier, setup: Setup) -> bool:
-    """Whether gradients of what rests in `tier` are on disk. Stepped in backward, they stay in host memory until then."""
+    """Return whether gradients of masters in `tier` are on disk. With `step_in_backward` they stay in host memory."""
     return tier is Tier.DISK and not setup.step_in_backward
 
 
 def stored_itemsize(span: Span, placement: Placement, setup: Setup) -> int:
-    """Of parameters on disk."""
+    """Return bytes per element of parameters on disk."""
     return itemsize(span.spec.master_dtype if is_in_files(span, placement, setup) else span.spec.compute_dtype)
 
 
 def wire_dtype(span: Span, setup: Setup) -> str:
-    """Of gradients on the wire: masters that are no float32 are never narrowed."""
+    """Return the type in which gradients are sent: those of masters that are not float32 are never narrowed."""
     return setup.reduce_dtype if span.spec.master_dtype == "float32" else span.spec.master_dtype
 
 
 def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:
-    """One span's parameters, gradients and optimizer state at rest, by tier and kind."""
+    """Return stored bytes of one span, by tier and kind."""
     out = {(tier, kind): 0 for tier in TIERS for kind in STATES}
     out[placement.parameters, "parameters"] = parameter_bytes(span, placement, setup)
     for tier in TIERS:

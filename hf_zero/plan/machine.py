@@ -189,11 +189,6 @@ def free_device_bytes(device: torch.device) -> int:
     return int(free) + int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def device_bytes_in_use(device: torch.device) -> int:
-    """What torch has allocated on a CUDA device; 0 elsewhere."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-
-
 def free_disk_bytes(folder: str | None) -> int:
     """Where `folder` is, or will be; None: the temporary folder."""
     path = Path(folder or tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""Bytes that come and go in a step, and their highest moment: gathered units, gradients on their way, buffers of the host."""
+"""Temporary bytes of a step, and their highest moment: gathered units, gradients that are reduced, buffers of the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .costs import (
     Setup,
     disk_bytes,
     gradient_itemsize,
-    part_numel,
     state_bytes,
     stays,
     stored_itemsize,
@@ -28,38 +27,36 @@ from .costs import (
 
 @dataclass(slots=True)
 class _UnitBytes:
-    """What one unit brings in and makes in a pass."""
+    """Bytes that one unit adds in a pass."""
 
     use: Use
     stays: bool
     """Gathered from its forward to its backward."""
     full: int = 0
-    """Gathered, of spans that come and go."""
+    """Gathered, of spans that are released."""
     fresh: int = 0
-    """Gradients as backward leaves them, beside those that add up in place."""
+    """Local gradients, without those that add up in place."""
     copying: int = 0
-    """The most that is there, of these and of their copies, while they are copied."""
+    """The most of these and of their copies together."""
     moving: int = 0
     """Copies and means, until the next unit's reduce begins."""
     kept: int = 0
-    """At rest on the device."""
+    """Stored on the device."""
     held: int = 0
-    """Local gradients between backwards, where they are sent with the last one only."""
+    """Local gradients between backwards, where only the last one reduces."""
     tied: int = 0
-    """Fresh gradients that autograd keeps until it has those of an embedding with the same weights."""
+    """Local gradients that autograd keeps until it has those of an embedding with the same weights."""
     reads: int = 0
-    """Host buffers that spans on disk are read to."""
+    """Host buffers for spans that are read from disk."""
     cast: int = 0
-    """The largest second one, of values that are cast."""
+    """The largest second buffer, for values that are cast."""
     down: list[int] = field(default_factory=list)
-    """Gradients that go down to host memory through a buffer each."""
-    part: int = 0
-    """Kept of `full` on each rank of a node between forward and backward; 0: nothing."""
+    """Gradients that need a buffer each on their way to host memory."""
 
 
 @dataclass(slots=True)
 class Passing:
-    """The highest of what comes and goes in a step's passes; `scratch` is host memory."""
+    """The highest temporary bytes in a step's passes; `scratch` is host memory."""
 
     gathered: int = 0
     communication: int = 0
@@ -70,14 +67,14 @@ class Passing:
     """All three at one moment."""
     scratch: int = 0
     resting_scratch: int = 0
-    """What the pool keeps of it between backward and step."""
+    """The part that the pool keeps between backward and step."""
 
 
 def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Passing:
-    """What comes and goes: gathered units, gradients on their way, landing buffers of the host.
+    """Return temporary bytes: gathered units, gradients that are reduced, buffers of the host.
 
-    A unit is gathered from its first use to its last, and with it the one that comes next. In backward its fresh gradients are
-    there beside buckets and means of the unit before it (docs/PLAN.md).
+    A unit is gathered from its first use to its last, and the next one with it. In the backward its local gradients exist
+    together with the buffer and the mean of the unit before it (docs/PLAN.md).
     """
     uses = layout.uses()
     order = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
@@ -100,9 +97,6 @@ def _look_at_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
         if begins:
             there += unit.full
         else:
-            there += unit.part  # copied while all of it is there, and the next one has been fetched
-            if unit.part and following is not None and following.use.first > unit.use.last:
-                out.gathered = max(out.gathered, there + following.full)
             there -= 0 if unit.stays else unit.full
         ahead = following.full if begins and following is not None else 0
         out.gathered = max(out.gathered, there + ahead)
@@ -110,20 +104,20 @@ def _look_at_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
 
 
 class _Backward:
-    """What is there while a backward goes through the units, in the order of their reduces: those used first last.
+    """Bytes while a backward goes through the units, in the order of their reduces: those used first last.
 
     Attributes:
-        there: gathered of units that backward is in, or that stay, and parts of others; `ahead`: of the one that was fetched.
+        there: gathered, of units in use or kept; `ahead`: of the one that is prefetched.
         put_off: the unit that is fetched when the reduce under way is over. Not among replicas (`fetches_late`).
-        moving: bucket and mean of that reduce; `coming`: the gradients that come to rest with it.
+        moving: buffer and mean of that reduce; `coming`: the gradients that are stored with it.
         waiting: gradients that autograd keeps until it has others of the same parameter.
-        kept: gradients at rest; `held`: local ones of earlier backwards.
+        kept: stored gradients; `held`: local ones of earlier backwards.
     """
 
     def __init__(self, out: Passing, units: Sequence[_UnitBytes], setup: Setup, *, fetches_late: bool) -> None:
         self.out, self.units, self.fetches_late = out, units, fetches_late
         self.alone, self.adds = setup.world_size == 1, setup.backward_per_step > 1 and not setup.reduces_once
-        self.there, self.ahead = sum(unit.full for unit in units if unit.stays) + sum(unit.part for unit in units), 0
+        self.there, self.ahead = sum(unit.full for unit in units if unit.stays), 0
         self.waiting = self.moving = self.coming = 0
         self.kept = sum(unit.kept for unit in units) if self.adds else 0
         self.held = sum(unit.held for unit in units)
@@ -132,7 +126,6 @@ class _Backward:
         self.next_of = {
             at: next((later for later in walk[n + 1 :] if not units[later].stays), None) for n, at in enumerate(walk)
         }
-        self._parted: set[int] = set()
         # Of what comes at one moment the entries are first, then gradients, then units leave.
         events = [(-units[at].use.last, 0, self.enter, at) for at in walk]
         events += [(-unit.use.first, 1, self.reduce, at) for at, unit in enumerate(units) if unit.fresh or unit.held]
@@ -160,27 +153,17 @@ class _Backward:
         if self.fetches_late and self.ahead and self.moving and (unit.fresh or unit.held):
             self.put_off, self.ahead = following, 0
         self.look(self.moving + self.waiting)
-        self.join(at)
-        if following is not None and self.put_off is None:
-            self.join(following)
 
     def fetch(self) -> None:
         if self.put_off is not None:
             self.end_reduce()
             self.ahead = self.units[self.put_off].full
             self.look(self.waiting)
-            self.join(self.put_off)
             self.put_off = None
 
     def end_reduce(self) -> None:
         self.kept += 0 if self.adds else self.coming
         self.moving = self.coming = 0
-
-    def join(self, at: int) -> None:
-        """It is there: its part has gone into place."""
-        if at not in self._parted:
-            self._parted.add(at)
-            self.there -= self.units[at].part
 
     def reduce(self, at: int) -> None:
         unit, use = self.units[at], self.units[at].use
@@ -201,8 +184,9 @@ class _Backward:
 
 
 def _look_at_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
-    """Two units are read at a time, the last one twice, and one buffer is still there that was too small, or has not been given
-    back. Gradients land in one buffer after the other, or stay in them until they are stepped.
+    """Add host buffers. Two units are read at a time, the last one twice, and one more buffer was too small or is in use.
+
+    Gradients use one buffer after the other, or stay in them until the step.
     """
     reads = max((a.reads + b.reads + a.cast for a, b in pairwise([*units, *units[-1:]])), default=0)
     reads += max((unit.reads for unit in units), default=0)
@@ -218,18 +202,17 @@ def _look_at_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> No
 
 
 def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
-    """`at`: its place in the layout."""
+    """Return the bytes of one unit; `at`: its index in the layout."""
     out = _UnitBytes(use, stays=at in setup.kept)
     for span in unit.spans:
         placement, compute = placements[span.index], itemsize(span.spec.compute_dtype)
         if stays(span, placement, setup.policy):
             continue
         out.full += span.numel * compute
-        out.part += part_numel(span, setup.node_ranks) * compute if at in setup.parts else 0
         if placement.parameters is Tier.DISK:
             stored = stored_itemsize(span, placement, setup)
             out.reads += span.slice_numel * stored
-            # What has another type in its file than where it is used goes through a second buffer.
+            # Values of another type in their file go through a second buffer.
             out.cast = max(out.cast, 0 if stored == compute else span.slice_numel * compute)
     trained = [span for span in unit.spans if span.is_updated]
     own = [span.used_numel * itemsize(span.spec.compute_dtype) for span in trained]
@@ -258,24 +241,25 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
 
 
 def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
-    """The copy of fresh gradients that is sent; 0 where they are sent as they are, or are copied to where they rest."""
-    compute = itemsize(span.spec.compute_dtype)
-    if setup.world_size == 1:
-        return 0 if placement.numel(Tier.DEVICE) == span.slice_numel else span.numel * compute
+    """Return bytes of the copy of local gradients that is sent; 0 where they are sent without one."""
     if setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup):
         return 0
     return span.numel * itemsize(wire_dtype(span, setup))
 
 
 def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
-    """Buffers for gradients on their way to host memory or disk, by shard below the device; none where they land where they
-    rest."""
-    arriving = itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    """Return bytes of buffers for gradients on their way to host memory or disk; none where they are stored directly.
+
+    Where the device is the host, those alone to which others are added.
+    """
+    arriving = (
+        0 if setup.is_cpu else itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
+    )
     below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
     steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
     adds = setup.backward_per_step > 1 and not setup.reduces_once
     return [
-        # What is on its way to disk and what it is added to, which was read.
+        # The gradient for the disk, and the one that it is added to, which was read.
         numel * (arriving + (gradient_itemsize(span, tier, setup) if adds and stores_gradients(tier, setup) else 0))
         for tier, numel in below
         if steps_at_once or adds or stores_gradients(tier, setup) or arriving < gradient_itemsize(span, tier, setup)
@@ -283,11 +267,9 @@ def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
 
 
 def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Host: a block for gradients that rest in another type than their masters', two for parameters that are cast on their way
-    up to the device, and what is under way of the disk tier: slabs, and parameters that are stepped over whole.
-    """
+    """Return host bytes of blocks that are cast on their way to the device, and of slabs and full matrices of the disk tier."""
     sizes = setup.sizes
-    block = lanes = blocks = records = largest = 0
+    lanes = blocks = records = largest = 0
     for span, placement in zip(layout.spans, placements):
         compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
         for tier, numel in placement.optimizer:
@@ -305,20 +287,17 @@ def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -
         below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
         if span.spec.compute_dtype == span.spec.master_dtype or not below:
             continue
-        if (gradient_itemsize(span, Tier.HOST, setup) or (compute if setup.world_size == 1 else master)) != master:
-            block = max(block, sizes.block_numel * master)
         if placement.parameters is Tier.DEVICE:
             blocks += sum(-(-numel // sizes.block_numel) for numel in below)
             lanes = max(lanes, sizes.block_numel * compute)
-    return block + min(1 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, records) * largest
+    return min(0 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, records) * largest
 
 
 def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> tuple[int, int]:
-    """What parameters that are stepped over whole, and do not rest on the device, pass through.
+    """Return the buffers for full matrices that are not stored on the device.
 
     Returns:
-        On the host, in the pool's scratch memory: a gradient that is cast. On the device, where the step is made there: master,
-        gradient and state of one.
+        On the host: a gradient that is cast. On the device, if the step runs there: master, gradient and state of one matrix.
     """
     cast = device = 0
     for span, placement in zip(layout.spans, placements):
@@ -335,7 +314,7 @@ def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup)
 def memory_of(
     layout: Layout, placements: Sequence[Placement], setup: Setup, activations: tuple[int, int] = (0, 0)
 ) -> Memory:
-    """Bytes per rank for `placements`, one per span by index; `activations` in bytes on the device and on the host."""
+    """Return bytes per rank for `placements`, one per span by index; `activations` on the device and on the host."""
     rest = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
     for span, placement in zip(layout.spans, placements):
         for (tier, kind), value in state_bytes(span, placement, setup).items():

@@ -6,8 +6,7 @@ A plan is a layout, a tier for every state, and the bytes and seconds that follo
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -32,14 +31,6 @@ from .work import Traffic, seconds, step_seconds, work_in_total
 # Units that stay ------------------------------------------------------------------------------------------------------
 
 
-def keeps(config: ZeroConfig, world_size: int) -> bool:
-    """Whether there may be kept units: a budget is given, and parameters come and go.
-
-    Under `auto` the budget is for what it places, and the monitor moves that when batches grow: there is none to spare.
-    """
-    return config.device_memory is not None and not config.is_auto and not config.policy_for(world_size).keep_full
-
-
 def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) -> list[int]:
     """Places in the layout of units that a pass brings in twice, those used last first; the same on every rank."""
     return [
@@ -49,65 +40,18 @@ def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) ->
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Of the candidates, in their order: the first `whole` stay gathered; of the others up to `count` parts are kept."""
+def kept_units(inputs: PlanInputs, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return the candidates that fit into `keep_gathered` together, those used last first; the same on every rank.
 
-    whole: int = 0
-    count: int = 0
-
-    def into(self, setup: Setup, order: Sequence[int]) -> Setup:
-        """`setup` with these, of the candidates in `order`."""
-        return replace(
-            setup, kept=frozenset(order[: self.whole]), parts=frozenset(order[self.whole : max(self.whole, self.count)])
-        )
-
-
-def room_for(inputs: PlanInputs, placements: Sequence[Placement]) -> Kept:
-    """As many candidates as the budgets have room for beside all else, activations of `inputs.batch` too.
-
-    A kept unit takes its gathered bytes from its forward to its backward, and is brought in once a pass instead of twice: stage
-    3 sends 2 bytes instead of 3. What a byte of memory saves is the same for all units; those used last wait least, and are
-    gone when gradients have added up. So the last ones are kept, one after another, as long as the plan fits: how many is all
-    that ranks have to agree on.
-
-    Where parameters are sharded over several nodes: first parts of as many as there is room for, since a part saves the bytes
-    between nodes, which are the slow ones, for a node's share of the memory (Wang et al., "ZeRO++", arXiv 2306.10209, section
-    3.2); then as many of these whole.
+    A kept unit takes its gathered bytes from its forward to its backward, and is gathered once a pass instead of twice. What a
+    byte of memory saves is the same for all units; those used last wait least, and are gone when gradients have added up.
     """
+    budget = inputs.config.keep_gathered
+    if budget is None:
+        return ()
     order = candidates(inputs.layout, placements, inputs.setup)
-    if inputs.config.keep_gathered is not None:
-        return Kept(
-            _kept_within(int(inputs.config.keep_gathered), [inputs.layout.units[at].gathered_bytes for at in order])
-        )
-    if not keeps(inputs.config, inputs.world_size):
-        return Kept()
-    count = 0
-
-    def fits(kept: Kept) -> bool:
-        memory = memory_of(inputs.layout, placements, kept.into(inputs.setup, order), inputs.activations)
-        return not inputs.budgets.excess(memory)
-
-    spans = [span for at in order for span in inputs.layout.units[at].spans]
-    # What one rank has whole is not gathered, and so not cut.
-    are_cut = all(span.shards > 1 or stays(span, placements[span.index], inputs.setup.policy) for span in spans)
-    if inputs.setup.node_ranks > 1 and are_cut:
-        count = _most(len(order), lambda count: fits(Kept(0, count)))
-    whole = _most(len(order), lambda whole: fits(Kept(whole, count)))
-    return Kept(whole, max(whole, count))
-
-
-def _kept_within(budget: int, sizes: Sequence[int]) -> int:
-    """How many units, from the first on, take at most `budget` bytes together."""
-    for count, total in enumerate(accumulate(sizes)):
-        if total > budget:
-            return count
-    return len(sizes)
-
-
-def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits; memory grows with every unit."""
-    return bisect_left(range(1, limit + 1), True, key=lambda count: not fits(count))
+    sizes = accumulate(inputs.layout.units[at].gathered_bytes for at in order)
+    return tuple(at for at, total in zip(order, sizes) if total <= int(budget))
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -136,8 +80,6 @@ class Plan:
     """What is missing, and what would fit; empty where everything fits."""
     kept: tuple[int, ...] = ()
     """Places in the layout of units that stay gathered from forward to backward, those used last first."""
-    kept_parts: tuple[int, ...] = ()
-    """Of units whose gathered values stay cut among the ranks of each node meanwhile."""
 
     @property
     def layout(self) -> Layout:
@@ -189,7 +131,6 @@ class Plan:
             "step_s": self.step_s,
             "parts_s": dict(self.parts),
             "kept": [self.layout.units[at].name for at in self.kept],
-            "kept_parts": [self.layout.units[at].name for at in self.kept_parts],
             "optimizer_share": {tier.value: self.share(tier) for tier in TIERS},
             "fits": self.fits,
             "shortfall": self.shortfall,
@@ -213,9 +154,8 @@ def plan(inputs: PlanInputs) -> Plan:
     )
     if placements is None:
         raise ConfigError(_shortfall(inputs))
-    order = candidates(inputs.layout, placements, inputs.setup)
-    room = room_for(inputs, placements)
-    setup = room.into(inputs.setup, order)
+    kept = kept_units(inputs, placements)
+    setup = replace(inputs.setup, kept=frozenset(kept))
     memory = memory_of(inputs.layout, placements, setup, inputs.activations)
     work = work_in_total(inputs.layout, placements, setup)
     parts = seconds(work, inputs.machine, inputs.compute_s)
@@ -227,8 +167,7 @@ def plan(inputs: PlanInputs) -> Plan:
         {" ".join(key): value for key, value in parts.items()},
         step_seconds(parts, inputs.machine, setup),
         _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
-        tuple(order[: room.whole]),
-        tuple(order[room.whole : room.count]),
+        kept,
     )
 
 
@@ -364,15 +303,13 @@ def _reasons(made: Plan) -> Iterator[str]:
         yield "parameters of their master's type rest with it: they are one memory"
     if state[Tier.HOST] or state[Tier.DISK]:
         if setup.step_in_backward and setup.backward_per_step == 1:
-            yield "gradients of offloaded state do not rest: the step takes them as backward makes them (step_in_backward)"
-        elif setup.world_size == 1 and setup.backward_per_step == 1:
-            yield "gradients of offloaded state rest on the host in the type they come in: one rank, one backward per step"
+            yield "gradients of offloaded state are not stored: step_in_backward uses them as they are made"
         else:
             yield (
-                f"gradients of offloaded state rest on the host in float32: sums over {setup.world_size} rank(s) and "
-                f"{setup.backward_per_step} backward(s) per step keep their last bits"
+                f"gradients of offloaded state are stored in the type of their masters: sums over {setup.world_size} rank(s) "
+                f"and {setup.backward_per_step} backward(s) per step keep their last bits"
             )
-    if keeps(config, made.world_size) and (order := candidates(made.layout, made.placements, setup)):
+    if config.keep_gathered is not None and (order := candidates(made.layout, made.placements, setup)):
         yield from _kept(made, len(order))
     for name, tiers, limit in made.budgets.rows():
         peak = sum(memory.at_peak(tier) for tier in tiers)
@@ -395,7 +332,7 @@ def _reasons(made: Plan) -> Iterator[str]:
 
 
 def _kept(made: Plan, candidates: int) -> Iterator[str]:
-    """On units that stay gathered, whole or by parts, of so many that could."""
+    """On units that stay gathered, of so many that could."""
     layout = made.layout
     bare = layout, made.placements, made.inputs.setup
     without = Traffic.of(work_in_total(*bare), *bare)
@@ -403,14 +340,8 @@ def _kept(made: Plan, candidates: int) -> Iterator[str]:
     nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
     yield (
         f"{len(made.kept)} of {candidates} units{_named(layout, made.kept)} stay gathered from forward to backward, the last "
-        f"ones, as many as device_memory has room for: {nbytes} for {saved} less to bring in per step"
+        f"ones, as many as keep_gathered has room for: {nbytes} for {saved} less to bring in per step"
     )
-    if made.inputs.setup.node_ranks > 1 and len(made.kept) < candidates:
-        yield (
-            f"{len(made.kept_parts)} more{_named(layout, made.kept_parts)} keep a part on each of the "
-            f"{made.inputs.setup.node_ranks} ranks of a node: backward brings them in with {size_text(made.traffic.node)} per "
-            f"rank and step within nodes; {size_text(made.traffic.gather - made.traffic.node)} are gathered from all nodes"
-        )
 
 
 def _named(layout: Layout, units: Sequence[int]) -> str:

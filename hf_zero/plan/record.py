@@ -1,6 +1,6 @@
 """Step by step: what a run took at its highest, moved and waited for; into a file, for `hf-zero report`, and into logs.
 
-A `Recorder` sees `Counters` alone, which are values: who counts (`runtime/usage.py`) knows the engine.
+A `Recorder` sees `Counters` alone, which are values: `diagnostics/usage.py` counts, and knows the engine.
 
 The file has one JSON object per line, told apart by `kind`. `facts` begins a start of training and comes with its first step;
 then `step`, `log` (what a Trainer logged: losses) and, where training came to its end, `end`. Readers pass over other kinds.
@@ -42,14 +42,12 @@ class Counters:
         peak: bytes by tier and kind, the highest since the `Counters` before; `all` of a tier: of its kinds at one moment.
         sent: bytes by channel, since ever.
         wait_s: seconds that training stood still, by what it waited for, since ever.
-        moves: what the monitor of `auto` has moved between tiers, since ever.
         process: bytes of the whole process, as the system counts them.
     """
 
     peak: Table
     sent: Mapping[str, int]
     wait_s: Mapping[str, float]
-    moves: tuple[str, ...]
     process: Mapping[str, int]
 
 
@@ -181,8 +179,6 @@ class Recorder:
         for tier, kinds in counted.peak.items():
             for kind, value in kinds.items():
                 self.peak[tier][kind] = max(self.peak[tier].get(kind, 0), value)
-        if moves := counted.moves[len(before.moves) :]:
-            self.last["moves"] = list(moves)
         if self.recorded == 1:
             self._first = self.last
         self._recent.append(self.last)

@@ -229,7 +229,7 @@ def start(
 
     Args:
         model: what it is called.
-        limits: of this rank; see `runtime.usage.limits`.
+        limits: of this rank; see `diagnostics.usage`.
         about: further rows, label and text, after the model.
         columns: of the terminal.
         marks: for the full and the empty part of a bar.

@@ -1,43 +1,31 @@
-"""What a plan is made from, and the placement of `auto`: the least predicted step time whose bytes fit the budgets.
+"""What a plan is made from, and the placement of `auto`: units fill the fastest memory that has room for them.
 
-Every cost of a span is linear in the elements that rest in each pair (parameter tier, optimizer tier), here called a *mode*;
-equal spans are one *kind*. So the best split is a mixed-integer linear program over (kind, mode), solved by HiGHS. Its size
-depends on the number of kinds, not of spans. Integers are the numbers of spans by parameter tier, as a span's parameters rest
-in one tier. What depends on the largest of its sort (staging, gathered units) is not linear: it is reserved as a whole for the
-slowest tiers that may be used, and there is one program for each such pair. Counts become spans at the end: faster tiers go to
-the first units, which the next forward needs first.
+States of a unit are in one tier: its parameters in one, its optimizer state in one. Everything begins in the slowest tier that
+is needed at all. Then units move up, whole, in the order in which a forward uses them: first to the device, then from disk to
+host memory. Whether optimizer state or parameters go first is decided by the predicted time of a step, so what saves the most
+time per byte gets the fastest memory.
 
-Every rank solves the same program and must find the same placement: there is no time limit, only one of nodes, and HiGHS gives
-the same solution for the same program.
+Every rank computes the same placement: it depends on nothing but the inputs, which are the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heappop, heappush
 from itertools import product
-from math import floor, inf
 from typing import Any
 
-import numpy as np
-
 from ..config import ZeroConfig
-from ..core.layout import ALIGN_NUMEL, Layout, Span, itemsize
+from ..core.layout import Layout, UnitLayout, itemsize
 from ..core.precision import Precision, dtype_name
 from ..errors import ConfigError
 from ..tiers.tier import SIZES, Sizes, Tier
-from .costs import STATES, TIERS, Memory, Placement, Setup, state_bytes, together
+from .costs import STATES, TIERS, Memory, Placement, Setup, is_in_files, state_bytes, together
 from .machine import Machine
 from .outline import Batch, activation_bytes
 from .peaks import memory_of
-from .work import PASSES, PHASES, compute_flops, phase_of, resource, speed, uses, work_of
-
-Mode = tuple[Tier, Tier]
-Slowest = tuple[Tier, Tier]
-"""The slowest tier that parameters may rest in, and the slowest of optimizer state."""
-_Array = np.ndarray[Any, np.dtype[np.float64]]
+from .work import compute_flops, seconds, step_seconds, work_in_total
 
 TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
 NOMINAL = {
@@ -52,16 +40,10 @@ NOMINAL = {
 """Speeds that order the choices where none are known."""
 TIE = 1e-3
 """Weight of the sum of all parts beside the time itself: of placements that take equally long, the one that moves less."""
-GAP = 1e-4
-"""Relative distance from the optimum at which the search stops."""
-NODES = 10_000
-"""Of the search tree: a limit that is the same on every rank, as one of time is not."""
-_FEWER_TIERS = 1e-5
-"""Relative to the time, by place in the order of pairs of slowest tiers: of those that are equal, the fastest is looked at."""
-_NOISE = 1e-6
-"""What HiGHS takes for an integer may be so far from it."""
+NEARNESS = 1 / 256
+"""How near the least budget is found, of itself."""
 ATTEMPTS = 4
-"""To leave enough free for what is rounded."""
+"""To leave enough free for ranks that own more than the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +85,6 @@ class PlanInputs:
         backward_per_step: micro-batches that add up to a step.
         in_files: names of parameters whose values the model's own files have, and may keep.
         sizes: of the blocks and records that offloaded state is updated and moved in.
-        node_ranks: neighbouring ranks that share a machine, where parameters are sharded over more than one; 1: not told.
 
     Raises:
         ConfigError: an offload that the stage does not allow, a layout for another number of ranks, a number below its least.
@@ -119,14 +100,12 @@ class PlanInputs:
     backward_per_step: int = 1
     in_files: frozenset[str] = frozenset()
     sizes: Sizes = SIZES
-    node_ranks: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (
             ("world_size", 1),
             ("backward_per_step", 1),
             ("optimizer_tensors", 0),
-            ("node_ranks", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
@@ -149,8 +128,6 @@ class PlanInputs:
     @cached_property
     def setup(self) -> Setup:
         """What the formulas of `costs` need of it."""
-        shards = self.layout.shards
-        is_over_nodes = 1 < self.node_ranks < shards and shards % self.node_ranks == 0
         return Setup(
             self.config.policy_for(self.world_size),
             self.world_size,
@@ -162,7 +139,6 @@ class PlanInputs:
             self.in_files,
             self.sizes,
             self.config.wire,
-            node_ranks=self.node_ranks if is_over_nodes else 1,
         )
 
     @property
@@ -216,12 +192,17 @@ class PlanInputs:
         return memory_of(self.layout, placements, self.setup, self.activations)
 
 
-def solve(inputs: PlanInputs) -> tuple[Placement, ...] | None:
-    """Placements by span index that fit the budgets in the least predicted time; None where nothing fits.
+Move = tuple[bool, Tier]
+"""Whether optimizer state moves (else parameters); to which tier."""
+Pair = tuple[Tier, Tier]
+"""The tier of parameters, the tier of optimizer state."""
+Bytes = dict[Tier, int]
 
-    The same tiers on every rank, also where ranks have unequal parts of spans: collectives have one order.
-    """
-    found = _Program(inputs).fastest()
+
+def solve(inputs: PlanInputs) -> tuple[Placement, ...] | None:
+    """Return placements by span index that fit the budgets; None where none does. The same tiers on every rank."""
+    filler = _Filler(inputs)
+    found = min(filler.solutions(inputs.budgets), key=filler.cost, default=None)
     return None if found is None else _sized(inputs.layout, found)
 
 
@@ -234,100 +215,164 @@ def _sized(layout: Layout, placements: Sequence[Placement]) -> tuple[Placement, 
 
 
 def fits(inputs: PlanInputs) -> bool:
-    """Whether any placement fits; cheaper than to find the fastest."""
-    return _Program(inputs).fastest(any_will_do=True) is not None
+    """Return whether any placement fits; cheaper than to find a fast one."""
+    return _Filler(inputs).fits(inputs.budgets)
 
 
 def needed_bytes(inputs: PlanInputs) -> dict[str, int]:
-    """By budget: the least that it has to be for something to fit, the others as they are; left out where it cannot help."""
-    program = _Program(inputs)
-    out = {}
-    for name, tiers, _ in inputs.budgets.rows():
-        placements = program.smallest(name, tiers)
-        if placements is not None:
-            memory = inputs.memory(placements)
-            out[name] = sum(memory.at_most(tier) for tier in tiers)
+    """Return by budget what it has to be for a placement to fit, the others as they are; left out where it cannot help."""
+    out, filler = {}, _Filler(inputs)
+    for name, _, limit in inputs.budgets.rows():
+        if not filler.fits(replace(inputs.budgets, **{name: None})):
+            continue
+        high = limit = max(limit, 1)
+        while not filler.fits(replace(inputs.budgets, **{name: high})):
+            limit, high = high, 2 * high
+        while high - limit > NEARNESS * high:
+            middle = (limit + high) // 2
+            if filler.fits(replace(inputs.budgets, **{name: middle})):
+                high = middle
+            else:
+                limit = middle
+        out[name] = high
     return out
 
 
-class _Program:
-    """The problem in numbers. Variables: spans of each (kind, mode), seconds of each phase, spans of each (kind, tier of the
-    parameters).
-    """
+class _Unit:
+    """Bytes of one unit's states, by where they are."""
+
+    def __init__(self, unit: UnitLayout, setup: Setup) -> None:
+        self._spans, self._setup = [*unit.spans], setup
+        self._known: dict[Pair, Bytes] = {}
+        self.kind = tuple(
+            (span.spec.compute_dtype, span.spec.master_dtype, span.spec.gathered_in, span.is_updated)
+            + (
+                span.slice_numel,
+                span.numel,
+                span.is_whole,
+                span.share,
+                *(slot.spec.state_bytes for slot in span.wholes),
+            )
+            + (is_in_files(span, Placement(Tier.DISK, ()), setup),)
+            for span in self._spans
+        )
+
+    def placements(self, tiers: Pair) -> Iterator[tuple[int, Placement]]:
+        parameters, optimizer = tiers
+        for span in self._spans:
+            states = ((optimizer, span.slice_numel),) if span.is_updated else ()
+            yield span.index, Placement(together(parameters, span, states), states)
+
+    def bytes(self, tiers: Pair) -> Bytes:
+        if tiers not in self._known:
+            out = dict.fromkeys(TIERS, 0)
+            for span, (_, placement) in zip(self._spans, self.placements(tiers)):
+                for (tier, _), nbytes in state_bytes(span, placement, self._setup).items():
+                    out[tier] += nbytes
+            self._known[tiers] = out
+        return self._known[tiers]
+
+
+class _Filler:
+    """Moves units up as far as budgets allow, of a layout whose ranks all own the mean."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self._layout = inputs.layout
-        self._inputs = inputs = replace(inputs, layout=inputs.layout.evened())
-        layout, setup, machine = inputs.layout, inputs.setup, inputs.machine
-        parameters, optimizer = TIERS_OF[inputs.config.offload_params], TIERS_OF[inputs.config.offload_optimizer]
-        self._slowest: list[Slowest] = list(product(parameters, optimizer))
-        kinds: dict[tuple[object, ...], list[tuple[Span, int]]] = {}
-        for unit, used in zip(layout.units, uses(layout, setup)):
-            for span in unit.spans:
-                spec = span.spec
-                types = spec.compute_dtype, spec.master_dtype, spec.gathered_in
-                whole = span.share, *(slot.spec.state_bytes for slot in span.wholes)
-                key = (*types, span.is_updated, span.slice_numel, span.numel, used, span.is_whole, whole)
-                kinds.setdefault(key, []).append((span, used))
-        self._kinds = [[span for span, _ in members] for members in kinds.values()]
-        modes = [_modes(span, parameters, optimizer) for (span, _), *_ in kinds.values()]
-        self._columns = [(kind, mode) for kind, of in enumerate(modes) for mode in of]
-        n = len(self._columns)
-        counts = sorted({(kind, mode[0]) for kind, mode in self._columns}, key=lambda at: (at[0], TIERS.index(at[1])))
-        self._n, self._size = n, n + len(PHASES) + len(counts)
-        self._integers = (np.arange(self._size) >= n + len(PHASES)).astype(int)
-        self._integers[:n] = [self._kinds[kind][0].is_whole for kind, _ in self._columns]
+        self._inputs = replace(inputs, layout=inputs.layout.evened())
+        rates: dict[str, Any] = {name: getattr(inputs.machine, name) or rate for name, rate in NOMINAL.items()}
+        self._machine = replace(inputs.machine, **rates)
+        kinds: dict[object, list[_Unit]] = {}
+        for unit in self._inputs.layout.units:
+            made = _Unit(unit, inputs.setup)
+            kinds.setdefault(made.kind, []).append(made)
+        self._kinds = [*kinds.values()]
+        config = inputs.config
+        self._allowed = TIERS_OF[config.offload_params], TIERS_OF[config.offload_optimizer]
+        self._slowest = sorted(product(*self._allowed), key=lambda pair: sum(map(TIERS.index, pair)))
+        self._reserved: dict[Pair, Bytes] = {}
 
-        self._bytes = {tier: np.zeros(self._size) for tier in TIERS}
-        times: dict[tuple[str, str], _Array] = {}
-        compute = (PASSES, "processor" if machine.shares_memory else "compute")
-        times[compute] = np.zeros(self._size)
-        rates: dict[str, Any] = {name: getattr(machine, name) or rate for name, rate in NOMINAL.items()}
-        speeds = replace(machine, **rates)
-        examples = [members[0] for members in kinds.values()]
-        for column, (kind, mode) in enumerate(self._columns):
-            span, used = examples[kind]
-            placement = Placement(mode[0], ((mode[1], span.slice_numel),) if span.is_updated else ())
-            for (tier, _), nbytes in state_bytes(span, placement, setup).items():
-                self._bytes[tier][column] += nbytes
-            for (phase, road), value in work_of(span, placement, setup, used).items():
-                row = times.setdefault((phase_of(phase, setup), resource(road, machine)), np.zeros(self._size))
-                row[column] += value / (speed(speeds, road) or 1.0)
-        # In units of what takes longest in one span, so that HiGHS' absolute tolerances are small beside it.
-        unit_s = max(row.max() for row in times.values()) or 1.0
-        self._cost: _Array = TIE * np.sum(list(times.values()), axis=0) / unit_s
-        self._cost[n : n + len(PHASES)] = 1.0
-        self._most = np.array([len(self._kinds[kind]) for kind, _ in self._columns] + [inf] * (self._size - n))
-        rows: list[tuple[_Array, float, float]] = []
-        for (phase, name), row in times.items():  # a phase lasts as long as its busiest resource
-            scaled = row / unit_s
-            scaled[n + PHASES.index(phase)] = -1.0
-            known = (inputs.compute_s or 0.0) / unit_s if (phase, name) == compute else 0.0
-            rows.append((scaled, -inf, -known))
-        for kind, spans in enumerate(self._kinds):  # every span is in some mode
-            rows.append((self._sum_of([owner == kind for owner, _ in self._columns]), len(spans), len(spans)))
-        for place, at in enumerate(counts):  # and its parameters in one tier
-            row = self._sum_of([(owner, mode[0]) == at for owner, mode in self._columns])
-            row[n + len(PHASES) + place] = -1.0
-            rows.append((row, 0.0, 0.0))
-        self._rows = rows
-        self._reserved: dict[Slowest, Mapping[Tier, int]] = {}
+    def fits(self, budgets: Budgets) -> bool:
+        return next(self.solutions(budgets), None) is not None
 
-    def _sum_of(self, columns: Sequence[bool]) -> _Array:
-        return np.concatenate([np.array(columns, dtype=float), np.zeros(self._size - self._n)])
+    def solutions(self, budgets: Budgets) -> Iterator[tuple[Placement, ...]]:
+        """Yield placements that fit: for every pair of slowest tiers, in every order of moves."""
+        for pair in self._slowest:
+            for moves in self._orders(pair):
+                found = self._filled(pair, moves, budgets)
+                if found is not None:
+                    yield found
 
-    def fastest(self, any_will_do: bool = False) -> tuple[Placement, ...] | None:
-        """Within the budgets, in the least time; or, if any will do, the first that is found."""
-        budgets = self._inputs.budgets
-        found = self._best(budgets, self._cost, (), any_will_do)
-        least = self._reserve(self._slowest[0])
-        if found is not None or self._solution(budgets, self._cost, self._slowest[-1], least, {}) is None:
-            return found
-        for name, tiers, _ in budgets.rows():  # in whole blocks the fastest ones are too large: does another one fit?
-            found = self.smallest(name, tiers)
-            if found is not None and not self._excess(budgets, found):
-                return found
+    def _orders(self, pair: Pair) -> Iterator[list[Move]]:
+        """The orders in which states move up from two tiers: optimizer state or parameters first, to each tier."""
+        targets = TIERS[: max(map(TIERS.index, pair))]
+        both = (True, False) if self._allowed == (TIERS, TIERS) else (True,)
+        for first in product(both, repeat=len(targets)):
+            moves = [(each, tier) for tier, is_first in zip(targets, first) for each in (is_first, not is_first)]
+            yield [(each, tier) for each, tier in moves if tier in self._allowed[each]]
+
+    def _filled(self, pair: Pair, moves: Sequence[Move], budgets: Budgets) -> tuple[Placement, ...] | None:
+        """Everything in two tiers, and then moved up as far as budgets allow; None where that does not fit."""
+        spare: dict[str, int] = {}
+        for _ in range(ATTEMPTS):
+            rows = [(tiers, limit - spare.get(name, 0)) for name, tiers, limit in budgets.rows()]
+            placements = self._moved_up(pair, moves, rows)
+            if placements is None:
+                return None
+            over = self._excess(budgets, placements)
+            if not over:
+                return placements
+            # What is reserved was less than what is there, or a rank owns more than the mean.
+            spare |= {name: 2 * (spare.get(name, 0) + value) for name, value in over.items()}
         return None
+
+    def _moved_up(
+        self, pair: Pair, moves: Sequence[Move], rows: Sequence[tuple[Sequence[Tier], int]]
+    ) -> tuple[Placement, ...] | None:
+        used = dict(self._reserve(pair))
+        where = [[(pair, len(units))] for units in self._kinds]
+        for units in self._kinds:
+            for tier, nbytes in units[0].bytes(pair).items():
+                used[tier] += len(units) * nbytes
+        for of_optimizer, target in moves:
+            for units, parts in zip(self._kinds, where):
+                for now, count in parts[:]:
+                    if TIERS.index(now[of_optimizer]) <= TIERS.index(target):
+                        continue
+                    then = (now[0], target) if of_optimizer else (target, now[1])
+                    before, after = units[0].bytes(now), units[0].bytes(then)
+                    added = {tier: after[tier] - before[tier] for tier in TIERS}
+                    moved = count
+                    for tiers, limit in rows:
+                        each, free = sum(added[tier] for tier in tiers), limit - sum(used[tier] for tier in tiers)
+                        moved = min(moved, max(0, free) // each) if each > 0 else moved
+                    at = parts.index((now, count))
+                    parts[at : at + 1] = [(then, moved), (now, count - moved)]
+                    for tier, nbytes in added.items():
+                        used[tier] += moved * nbytes
+        if any(sum(used[tier] for tier in tiers) > limit for tiers, limit in rows):
+            return None
+        found: dict[int, Placement] = {}
+        for units, parts in zip(self._kinds, where):
+            tiers_of = (tiers for tiers, count in parts for _ in range(count))
+            for unit, tiers in zip(units, tiers_of):
+                found.update(unit.placements(tiers))
+        return tuple(found[index] for index in sorted(found))
+
+    def _reserve(self, pair: Pair) -> Bytes:
+        """What is there beside states, with all of them in these tiers."""
+        if pair not in self._reserved:
+            memory = self._inputs.memory(self._inputs.all_in(*pair))
+            self._reserved[pair] = {
+                tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS
+            }
+        return self._reserved[pair]
+
+    def cost(self, placements: Sequence[Placement]) -> float:
+        """Seconds of a step, and a little for the sum of all its parts."""
+        inputs = self._inputs
+        work = work_in_total(inputs.layout, placements, inputs.setup)
+        parts = {key: value or 0.0 for key, value in seconds(work, self._machine, inputs.compute_s or 0.0).items()}
+        return (step_seconds(parts, self._machine, inputs.setup) or 0.0) + TIE * sum(parts.values())
 
     def _excess(self, budgets: Budgets, placements: Sequence[Placement]) -> dict[str, int]:
         """Bytes by which any rank may be over each limit."""
@@ -338,140 +383,3 @@ class _Program:
                 for name, value in budgets.excess(seen.memory(_sized(seen.layout, placements))).items():
                     over[name] = max(value, over.get(name, 0))
         return over
-
-    def smallest(self, name: str, tiers: Sequence[Tier]) -> tuple[Placement, ...] | None:
-        """With the fewest bytes in these tiers, without a limit on them."""
-        cost = np.sum([self._bytes[tier] for tier in tiers], axis=0)
-        return self._best(replace(self._inputs.budgets, **{name: None}), cost, tiers)
-
-    def _best(
-        self, budgets: Budgets, cost: _Array, reserved_in: Sequence[Tier], any_will_do: bool = False
-    ) -> tuple[Placement, ...] | None:
-        """Of least cost over all pairs of slowest tiers. `reserved_in`: tiers where what is reserved is a cost, too.
-
-        A search from the best bound on: what is reserved for the fastest pair is a bound from below for all of them, and to
-        find out what another pair reserves takes as long as a plan.
-        """
-        ahead: list[tuple[float, bool, int]] = []  # cost, whether that is only a bound, place in `_slowest`
-
-        def note(place: int, reserved: Mapping[Tier, int], is_bound: bool) -> bool:
-            x = self._solution(budgets, cost, self._slowest[place], reserved, {})
-            if x is not None:
-                value = float(cost @ x) + sum(reserved[tier] for tier in reserved_in)
-                heappush(ahead, (value * (1 + _FEWER_TIERS * place), is_bound, place))
-            return x is not None
-
-        for place in range(len(self._slowest)):
-            note(place, self._reserve(self._slowest[0]), is_bound=True)
-        while ahead:
-            _, is_bound, place = heappop(ahead)
-            fits_so = not is_bound or note(place, self._reserve(self._slowest[place]), is_bound=False)
-            if fits_so and (any_will_do or not is_bound):
-                found = self._rounded(budgets, cost, self._slowest[place])
-                if found is not None:
-                    return found
-        return None
-
-    def _rounded(self, budgets: Budgets, cost: _Array, slowest: Slowest) -> tuple[Placement, ...] | None:
-        """Placements with these tiers, cut into whole blocks."""
-        spare: dict[str, int] = {}
-        for _ in range(ATTEMPTS):
-            x = self._solution(budgets, cost, slowest, self._reserve(slowest), spare)
-            if x is None:
-                return None
-            placements = self._spans(x)
-            over = self._excess(budgets, placements)
-            if not over:
-                return placements
-            # Whole blocks and pages take a little more than the program knew: leave that much free.
-            spare |= {name: 2 * (spare.get(name, 0) + value) for name, value in over.items()}
-        return None
-
-    def _reserve(self, slowest: Slowest) -> Mapping[Tier, int]:
-        """What is there whichever spans use these tiers: everything but states, as with all spans in the slowest ones."""
-        if slowest not in self._reserved:
-            memory = self._inputs.memory(self._inputs.all_in(*slowest))
-            self._reserved[slowest] = {
-                tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS
-            }
-        return self._reserved[slowest]
-
-    def _solution(
-        self, budgets: Budgets, cost: _Array, slowest: Slowest, reserved: Mapping[Tier, int], spare: Mapping[str, int]
-    ) -> _Array | None:
-        """The best values of all variables; None where nothing fits."""
-        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second: only where `auto` is used
-
-        rows = list(self._rows)
-        for name, tiers, limit in budgets.rows():
-            row = np.sum([self._bytes[tier] for tier in tiers], axis=0)
-            scale = row.max() or 1.0
-            left = limit - sum(reserved[tier] for tier in tiers) - spare.get(name, 0)
-            rows.append((row / scale, -inf, left / scale))
-        allowed = np.ones(self._size, dtype=bool)
-        for column, (kind, mode) in enumerate(self._columns):
-            allowed[column] = mode in _modes(
-                self._kinds[kind][0], *(TIERS[: TIERS.index(tier) + 1] for tier in slowest)
-            )
-        matrix, low, high = zip(*rows)
-        found = milp(
-            cost / (np.abs(cost).max() or 1.0),
-            integrality=self._integers,
-            bounds=Bounds(np.zeros(self._size), np.where(allowed, self._most, 0.0)),
-            constraints=LinearConstraint(np.array(matrix), low, high),
-            options={"mip_rel_gap": GAP, "node_limit": NODES},
-        )
-        if found.x is None:
-            return None
-        x: _Array = np.where(np.abs(found.x - np.round(found.x)) < _NOISE, np.round(found.x), found.x)
-        return x
-
-    def _spans(self, x: _Array) -> tuple[Placement, ...]:
-        out: dict[int, Placement] = {}
-        for kind, spans in enumerate(self._kinds):
-            shares = {mode: float(x[column]) for column, (owner, mode) in enumerate(self._columns) if owner == kind}
-            rest = spans
-            for tier in TIERS:
-                of = {mode[1]: share for mode, share in shares.items() if mode[0] is tier and share > 1e-9}
-                taken, rest = rest[: round(sum(of.values()))], rest[round(sum(of.values())) :]
-                out.update(_cut(taken, tier, of, self._inputs.sizes.block_numel))
-        return tuple(out[index] for index in sorted(out))
-
-
-def _cut(
-    spans: Sequence[Span], parameters: Tier, shares: Mapping[Tier, float], block_numel: int
-) -> Iterator[tuple[int, Placement]]:
-    """Equal spans one after another, cut where the tiers' shares (in spans) end; the slower tier takes what is rounded."""
-    if not spans:
-        return
-    numel = spans[0].slice_numel
-    unit = block_numel if numel > block_numel else ALIGN_NUMEL
-    used = [tier for tier in TIERS if tier in shares]
-    stops, so_far = [], 0.0
-    for tier in used:
-        so_far += shares[tier]
-        whole, part = divmod(so_far + 1e-9, 1.0)
-        stops.append(int(whole) * numel + floor(part * numel / unit) * unit)
-    stops[-1] = len(spans) * numel
-    for place, span in enumerate(spans):
-        low, high, stretches, start = place * numel, (place + 1) * numel, [], place * numel
-        if span.is_whole:  # in one tier, also without elements
-            stretches = [(next(tier for tier, stop in zip(used, stops) if high <= stop), numel)]
-            start = high
-        for tier, stop in zip(used, stops):
-            end = min(max(stop, low), high)
-            if end > start:
-                stretches.append((tier, end - start))
-                start = end
-        cut = tuple(stretches) if span.is_updated else ()
-        yield span.index, Placement(together(parameters, span, cut), cut)
-
-
-def _modes(span: Span, parameters: Sequence[Tier], optimizer: Sequence[Tier]) -> tuple[Mode, ...]:
-    """Where one memory is both, the parameters are never in a slower tier than the master."""
-    if not span.is_updated:
-        return tuple((tier, tier) for tier in parameters)
-    modes = list(product(parameters, optimizer))
-    if span.spec.compute_dtype == span.spec.master_dtype:
-        return tuple(dict.fromkeys((together(p, span, ((o, 1),)), o) for p, o in modes))
-    return tuple(modes)

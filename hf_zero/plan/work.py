@@ -13,9 +13,7 @@ from .costs import (
     Placement,
     Setup,
     gradient_itemsize,
-    part_numel,
     shares_memory,
-    stays,
     stored_itemsize,
     stores_gradients,
     tensors_bytes,
@@ -101,9 +99,9 @@ def uses(layout: Layout, setup: Setup) -> list[int]:
     """How often a step brings each unit in, where it is released between its uses.
 
     Most units once forward and once backward. What ends the forward is still there when backward begins, as are units that are
-    kept, whole or by parts (`node_in_total`), and an embedding's backward needs no weights.
+    kept, and an embedding's backward needs no weights.
     """
-    again = {*layout.brought_in_twice()} - setup.kept - setup.parts
+    again = {*layout.brought_in_twice()} - setup.kept
     return [setup.backward_per_step * (1 + (at in again)) if use.first else 0 for at, use in enumerate(layout.uses())]
 
 
@@ -130,7 +128,8 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         add(PASSES, "gather", used * others, gathered)
     elif span.shards > 1 and span.is_updated:
         add(AFTER, "gather", others, gathered)
-    if own is not Tier.DEVICE:
+    has_link = not setup.is_cpu  # else what arrives in host memory, or is updated there, is where it is used
+    if own is Tier.HOST or (own is Tier.DISK and has_link):
         add(PASSES, "up", used * slice_numel, compute)
     if own is Tier.DISK:
         add(PASSES, "read", used * slice_numel, stored_itemsize(span, placement, setup))
@@ -160,15 +159,16 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
             if own is Tier.DISK:
                 add(STEP, "write", numel, compute)
             continue
-        add(PASSES, "down", arrivals * numel, fresh)
+        if has_link:
+            add(PASSES, "down", arrivals * numel, fresh)
         gradient = gradient_itemsize(span, tier, setup) or fresh
-        if span.is_whole and not setup.is_cpu:  # what is needed for the step comes up for it
+        if span.is_whole and has_link:  # what is needed for the step comes up for it
             add(STEP, "up", numel, master + states + gradient)
             add(STEP, "device", numel, touched + master)
             add(STEP, "down", numel, master + states)
         else:
             add(STEP, "host", numel, touched + gradient)
-        if own is Tier.DEVICE:
+        if own is Tier.DEVICE and has_link:
             add(STEP, "up", numel, compute)
         if tier is Tier.DISK:
             add(STEP, "read", numel, master + states)
@@ -205,26 +205,13 @@ def _is_coded(numel: int, span: Span, setup: Setup) -> bool:
 
 
 def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Work:
-    """The sum over all spans; gathers within nodes among them."""
+    """The sum over all spans."""
     total: Work = {}
     for unit, used in zip(layout.units, uses(layout, setup)):
         for span in unit.spans:
             for key, value in work_of(span, placements[span.index], setup, used).items():
                 total[key] = total.get(key, 0) + value
-    if node := node_in_total(layout, placements, setup):
-        total[PASSES, "gather"] = total.get((PASSES, "gather"), 0) + node
     return total
-
-
-def node_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
-    """Bytes of a step within a node, of units that backward brings in from what their gathers have left in each."""
-    numel_of = (
-        part_numel(span, setup.node_ranks) * itemsize(span.spec.compute_dtype)
-        for at in setup.parts
-        for span in layout.units[at].spans
-        if not stays(span, placements[span.index], setup.policy)
-    )
-    return setup.backward_per_step * (setup.node_ranks - 1) * sum(numel_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,15 +226,13 @@ class Traffic:
     write: int = 0
     across: int = 0
     """Of `reduce`, what goes to other replicas."""
-    node: int = 0
-    """Of `gather`, what goes from rank to rank of a node: for backward, where units are kept by parts."""
 
     @staticmethod
     def of(work: Work, layout: Layout, placements: Sequence[Placement], setup: Setup) -> Traffic:
         """`work`: of all spans, see `work_in_total`."""
         moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS}
         across = sum(across_bytes(span, setup) for span in layout.spans)
-        return Traffic(**moved, across=round(across), node=node_in_total(layout, placements, setup))
+        return Traffic(**moved, across=round(across))
 
 
 def speed(machine: Machine, road: str) -> float | None:

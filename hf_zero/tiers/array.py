@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from .disk import Disk, Region, bytes_of, inflight, move, submit
 from .host import Bytes, pages
 from .tier import PIECE_BYTES, Meter
 
-T = TypeVar("T")
 OnDone = Callable[[], object] | None
 """Called from another thread when a part of a transfer has ended, the last one among them."""
 
@@ -190,11 +189,6 @@ class OnDisk:
 
 Values = Tensor | OnDisk
 """Values, wherever they rest; 1-D, but for states of parameters of true shape."""
-
-
-def in_memory(value: T) -> T | Tensor:
-    """As `fetch`, of anything: what is not on disk is itself."""
-    return value.read() if isinstance(value, OnDisk) else value
 
 
 def flat_of(values: Values) -> Values:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import OutOfMemoryError, ZeroError
+from ..errors import OutOfMemoryError
 from .disk import Disk
 from .host import HUGE_BYTES, Link, use_huge_pages
-from .tier import SIZES, Meter, Sizes, Tier
+from .tier import SIZES, Meter, Sizes
 
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
@@ -33,13 +33,6 @@ class Landing(Protocol):
 
     def land(self) -> None:
         """Return when it has arrived."""
-
-
-class LookedAt(Protocol):
-    """A gradient on disk that is in memory because it was read."""
-
-    def put_back(self) -> bool:
-        """Give the memory up; False while a caller still holds it."""
 
 
 KINDS = ("gathered", "communication", "gradients", "staging")
@@ -91,19 +84,16 @@ class Account:
 class Ledger:
     """What one engine has allocated, by tier and kind, now and at its highest.
 
-    Whoever allocates or frees adds to it: the storage of gathered spans, buckets and gradients (`span_values.py`, `bucket.py`
-    and `state_shard.py` of `runtime/values/`), host buffers (here, `runtime/optimizers/host_step.py`). What rests for long
-    (parameters, optimizer state) is not here: nothing of it comes and goes within a step, and torch's optimizers allocate
-    their state themselves.
+    Code that allocates or frees adds to it: gathered spans, buckets and gradients (`engine/span.py`, `engine/bucket.py`), host
+    buffers (here, `engine/ring.py`). Parameters and optimizer state are not counted: they stay allocated through a step, and
+    torch's optimizers allocate their state themselves.
 
     Attributes:
-        device, host: what is allocated there by the engine itself, beside what rests.
-        places: grows whenever parameters or optimizer state come to rest elsewhere, so that who knows their bytes looks again.
+        device, host: what the engine itself allocates there, beside parameters and optimizer state.
     """
 
     def __init__(self) -> None:
         self.device, self.host = Account(), Account()
-        self.places = 0
 
     def begin_step(self) -> None:
         """Peaks are those from now on."""
@@ -118,7 +108,6 @@ class Storage:
         meter: bytes moved and time waited, by road.
         ledger: bytes that are allocated, by tier and kind.
         sizes: of blocks and slabs, the same on all ranks.
-        wide: host gradients are float32 from the start, since something (a loss scaler) writes to them.
         uses_disk: something may rest on disk, here or on another rank; the same on all of them.
         transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
     """
@@ -136,31 +125,14 @@ class Storage:
         self.meter = Meter()
         self.ledger = Ledger()
         self.link = open_link(device, self.meter)
-        self.wide = False
         self.uses_disk = False
         self.transient = False
         self._rank = rank
         self._folder = offload_dir
         self._disk: Disk | None = None
         self._landing: list[Landing] = []
-        self._looked_at: list[LookedAt] = []
-        self.failure: ZeroError | None = None
-        """A gradient could not be moved to or from disk: all ranks raise it at the end of the backward."""
-        self.gradient_numbers: dict[Hashable, Callable[[Tensor], Tensor]] = {}
-        """What is computed of each gradient as it goes to disk, by key: what a step has asked for before. Clipping by a norm
-        then reads no gradient back."""
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
-        self.make_room: Callable[[int], None] = lambda bytes_: None
-        """Asked to free device memory before an allocation is tried a second time."""
-        self.explain: Callable[[], str] = lambda: ""
-        """What would have fitted, for the message of one that failed twice."""
-        self.settle_step: Callable[[], None] = lambda: None
-        """Returns when no step over offloaded state is under way, but at once in the thread that makes it."""
-        self.masters: dict[Tier, type[nn.Parameter]] = {}
-        """Classes of what rests in a tier, see `masters` of `runtime/values`."""
-        self.grad_cleared: Callable[[Tensor], object] = lambda tensor: None
-        """Called when user code has cleared the gradient of a tensor in an optimizer's groups."""
 
     @property
     def disk(self) -> Disk:
@@ -176,24 +148,20 @@ class Storage:
         return self._disk is not None
 
     def allocate(self, kind: str, what: str, bytes_: int, make: Callable[[], T]) -> T:
-        """`make()`, which allocates `bytes_` of device memory; once more, after making room, where there was none.
-
-        The ledger has them as `kind` then; who frees them takes them off it.
+        """Return `make()`, which allocates `bytes_` of device memory. The ledger counts them as `kind` until they are freed.
 
         Raises:
             OutOfMemoryError: there is none.
         """
-        for is_last in (False, True):
-            try:
-                made = make()
-                break
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                if is_last:
-                    text = f"{what}: {bytes_} bytes could not be had on {self.device}. {self.explain()}"
-                    raise OutOfMemoryError(text) from error
-                self.make_room(bytes_)
+        try:
+            made = make()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"{what} needs {bytes_} bytes, and {self.device} has no memory for them. Use a smaller batch, gradient "
+                "checkpointing, a higher stage or an offload; `hf-zero plan` shows what each takes"
+            ) from error
         if bytes_ >= HUGE_BYTES and self.device.type == "cpu":
             use_huge_pages(made.data_ptr(), bytes_)
         account = self.ledger.device
@@ -209,11 +177,6 @@ class Storage:
         for other in others:
             other.advance()
         self._landing = [*others, gradient]
-
-    def look_at(self, gradient: LookedAt) -> None:
-        """`gradient` is in memory, being read or written. All others that no caller holds go back to disk."""
-        others = [other for other in self._looked_at if other is not gradient and not other.put_back()]
-        self._looked_at = [*others, gradient]
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory to hand back with `give_back`."""
@@ -243,7 +206,6 @@ class Storage:
     def close(self) -> None:
         """The file goes away. What rests in it is lost."""
         self._landing.clear()
-        self._looked_at.clear()
         if self._disk is not None:
             self._disk.close()
             self._disk = None

@@ -316,9 +316,8 @@ def large(rank: int, world: int, folder: Path) -> tuple[int, int]:
     model = nn.Sequential(*[nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16) for _ in range(12)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
-    for unit in engine.units:
-        for flat in unit.trained:
-            optimizer.state[flat.shards[0].master]["momentum_buffer"] = torch.ones_like(flat.shards[0].master)
+    for segment in optimizer.param_groups[0]["params"]:
+        optimizer.state[segment]["momentum_buffer"] = torch.ones_like(segment)
     engine.save(folder / "small", save_optimizer=False)  # what the first use of anything costs
     return peak_growth_bytes(lambda: engine.save(folder / "big")), peak_growth_bytes(
         lambda: engine.load(folder / "big")

@@ -18,8 +18,8 @@ import hf_zero as zero
 from hf_zero.checkpoint.hub import RunFacts
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file, digest_of
 from hf_zero.core.units import Limits
-from hf_zero.runtime.transports import Roads
 from tests.kit.golden.make import GOLDEN, build, optimizer_of, plain, scheduler_of, step
+from tests.kit.transports import Roads
 
 pytestmark = pytest.mark.gloo
 KINDS = ("whole", "pieces")
@@ -50,10 +50,10 @@ def load(rank: int, world: int, kinds: tuple[str, ...]) -> None:
     theirs, rest = expected()
     drawn = theirs.pop("drawn")
     for kind in kinds:
-        for stage, roads in ((0, None), (2, None), (3, None), (3, CUT)):
+        for stage, roads in ((0, Roads()), (2, Roads()), (3, Roads()), (3, CUT)):
             model = build(seed=2)
             optimizer = optimizer_of(model, lr=0.5)
-            engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision="bf16", roads=roads)
+            engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision="bf16", **roads.given)
             scheduler = scheduler_of(optimizer)
             step(model, optimizer, rank, number=7)
             engine.load(GOLDEN / kind, objects={"scheduler": scheduler})

@@ -142,16 +142,15 @@ def test_auto_for_a_machine_in_a_file(capsys, folder, tmp_path):
     assert values["step_s"] > 0
 
 
-def test_parts_within_nodes_are_shown(capsys):
-    arguments = ["plan", "gpt2", "--world-size", 8, "--zero-stage", 3, "--device-memory", "690MiB"]
-    one, two = (run(capsys, *arguments, "--nodes", nodes) for nodes in (1, 2))
-    assert "within nodes" not in one
-    assert "of these, within nodes" in two
-    assert "keep a part on each of the 4 ranks of a node" in " ".join(two.split())
-    rows = [json.loads(run(capsys, *arguments, "--nodes", nodes, "--json")) for nodes in (1, 2)]
-    kept, parts = ([len(row[name]) for row in rows] for name in ("kept", "kept_parts"))
-    assert parts[0] == 0 < parts[1]
-    assert kept[0] < kept[1] + parts[1]
+def test_units_that_stay_gathered_are_shown(capsys):
+    arguments = ["plan", "gpt2", "--world-size", 8, "--zero-stage", 3]
+    bare, kept = (json.loads(run(capsys, *arguments, *more, "--json")) for more in ((), ("--keep-gathered", "200MiB")))
+    assert not bare["kept"]
+    assert kept["kept"]
+    assert kept["traffic"]["gather"] < bare["traffic"]["gather"]
+    assert "stay gathered from forward to backward" in " ".join(
+        run(capsys, *arguments, "--keep-gathered", "200MiB").split()
+    )
 
 
 def test_what_does_not_fit_is_said(capsys, folder):
@@ -167,7 +166,6 @@ def test_what_does_not_fit_is_said(capsys, folder):
         (("--parameters", "many"), "expected a number such as 7.5B"),
         (("--parameters", "1B", "--plot", "x.png"), "add --sweep"),
         (("--parameters", "1B", "--world-size", "0"), "--world-size must be at least 1"),
-        (("--parameters", "1B", "--world-size", "8", "--nodes", "3"), "8 ranks do not divide by 3 nodes"),
         (("--parameters", "1B", "--machine", "/nowhere.json"), "no machine file"),
         (("--parameters", "1B", "--device-memory", "lots", "--zero-stage", "1"), "--device-memory: expected a size"),
         (("--parameters", "1B", "--device-memory", "-5GiB"), "--device-memory: expected a size"),

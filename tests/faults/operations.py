@@ -209,7 +209,7 @@ OPERATIONS: dict[str, Operation] = {
     "gather": Operation(_gather),
     "step": Operation(lambda job: job.step(TAIL[0]), trains=True),
     "step, parameters on disk": Operation(
-        lambda job: job.step(TAIL[0]), trains=True, setting=Setting(stage=3, tier="none/disk", precision="bf16")
+        lambda job: job.step(TAIL[0]), trains=True, setting=Setting(stage=3, tier="cpu/disk", precision="bf16")
     ),
     "step, stage 1": Operation(
         lambda job: job.step(TAIL[0]), trains=True, setting=Setting(stage=1, tier="disk", precision="bf16")

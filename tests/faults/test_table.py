@@ -102,7 +102,7 @@ def trial(job: Job, name: str, call: str, at: int, kind: str, victim: int) -> No
             assert rank == victim or operation.alone or victim == 0 or f"rank {victim}" in each, hit
     if operation.trains and error is not None:
         half_done = refusal(lambda: job.step(TAIL[0]))
-        assert not half_done or "half done" in refusal(job.model.state_dict), hit
+        assert not half_done or "half-way" in refusal(job.model.state_dict), hit
         assert (refusal(lambda: job.save(job.place / "must not be")) == "") == (half_done == ""), hit
         shutil.rmtree(job.place / "must not be", ignore_errors=True) if not half_done and job.rank == 0 else None
         assert half_done == "" or not (job.place / "must not be").exists()

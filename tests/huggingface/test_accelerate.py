@@ -156,7 +156,7 @@ def test_wrapped_models_and_stray_optimizers_are_refused() -> None:
         accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     model = nn.Linear(2, 2)
     two = [torch.optim.SGD(params, lr=0.1) for params in (model.parameters(), [model.bias])]
-    with refused("parameter 'bias' is in two optimizers, number 0 .SGD. and number 1 .SGD.", zero.LayoutError):
+    with refused("'bias' is in two optimizers, number 0 .SGD. and number 1 .SGD.", zero.LayoutError):
         accelerator.prepare(model, *two)
 
 
@@ -218,6 +218,27 @@ def test_a_second_accelerator_knows_the_first_ones_models() -> None:
     first.backward(model(torch.ones(2, 4)).sum())
     norms = [float(who.clip_grad_norm_(model.parameters(), float("inf"))) for who in (first, Accelerator())]
     assert norms[0] == norms[1] > 0.0
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_optimizer_that_needs_other_spans_comes_later(together: bool) -> None:
+    """Without an optimizer a bfloat16 parameter has no float32 master: the model is sharded again."""
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    model = accelerator.prepare(nn.Linear(4, 4).bfloat16())
+    before = copy.deepcopy(dict(model.state_dict()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if together:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+    engine = zero.engine_of(model)
+    assert engine is not None
+    assert engine.optimizers == (optimizer.optimizer,)
+    assert distance(dict(model.state_dict()), before) == 0.0
+    accelerator.backward(model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().sum())
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == torch.float32
+    assert distance(dict(model.state_dict()), before) > 0.0
 
 
 def test_models_are_freed() -> None:

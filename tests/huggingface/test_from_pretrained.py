@@ -15,8 +15,9 @@ from torch import Tensor
 import hf_zero as zero
 from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.errors import ConfigError, LayoutError, ZeroError
+from hf_zero.params.deferred import deferred_of as birth_of
+from hf_zero.params.deferred import slice_bounds
 from hf_zero.params.init import Init
-from hf_zero.runtime.values.deferred import birth_of, slice_bounds
 from tests.huggingface.test_weights import FAMILIES, build
 from tests.kit.pool import RankPool
 
@@ -39,7 +40,7 @@ def differences(model: Any, stock: Any) -> list[str]:
             out.append(f"{name} is whole")
         low, high = slice_bounds(param.numel(), birth.wire.rank, birth.wire.size)
         same = (param.shape, param.dtype, param.requires_grad) == (other.shape, other.dtype, other.requires_grad)
-        if not same or not torch.equal(birth.own, other.detach().reshape(-1)[low:high]):
+        if not same or not torch.equal(birth.values(), other.detach().reshape(-1)[low:high]):
             out.append(name)
     ties = [{name for name in mine if mine[name] is mine[first]} for first in mine]
     if ties != [{name for name in theirs if theirs[name] is theirs[first]} for first in theirs]:
@@ -152,10 +153,10 @@ def check_missing(rank: int, world: int, path: str) -> tuple[Tensor, list[str]]:
     with Init():
         torch.rand(rank)  # a program that draws differently on each rank
         model = transformers.BertForSequenceClassification.from_pretrained(path, num_labels=3)
-    state = model.state_dict()
+    weight = zero.full_parameter(model.classifier.weight)
     torch.manual_seed(3)
     stock = transformers.BertForSequenceClassification.from_pretrained(path, num_labels=3)
-    return state["classifier.weight"] if rank == 0 else torch.empty(0), differences(model, stock)
+    return weight, differences(model, stock)
 
 
 def test_missing_keys_are_drawn_once(folders: Path, pools: dict[int, RankPool]) -> None:

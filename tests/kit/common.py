@@ -21,12 +21,8 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
-from hf_zero.core.layout import ALIGN_NUMEL, Span
-from hf_zero.plan.costs import Placement, together
-from hf_zero.plan.plan import Plan, plan
-from hf_zero.plan.solve import PlanInputs
-from hf_zero.runtime.transports import Roads
-from hf_zero.tiers.tier import SIZES, Sizes, Tier
+from hf_zero.tiers.tier import SIZES, Sizes
+from tests.kit.transports import Roads
 
 transformers.logging.set_verbosity_error()
 VOCAB = 97
@@ -83,7 +79,7 @@ class Case:
     steps: int = 10
     groups: int = 1
     reduce_dtype: str | None = None
-    offload_optimizer: str = "none"  # also mixed: every span split between tiers
+    offload_optimizer: str = "none"
     offload_params: str = "none"
     step_in_backward: bool = False
     checkpointing: bool = False
@@ -98,7 +94,7 @@ class Case:
         return zero.ZeroConfig(
             stage=self.stage,
             reduce_dtype=self.reduce_dtype,
-            offload_optimizer="cpu" if self.offload_optimizer == "mixed" else self.offload_optimizer,
+            offload_optimizer=self.offload_optimizer,
             offload_params=self.offload_params,
             offload_dir=offload_dir,
             step_in_backward=self.step_in_backward,
@@ -109,40 +105,7 @@ class Case:
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:
-        roads = replace(roads or Roads(), sizes=self.sizes)
-        return replace(roads, plan=split_plan) if self.offload_optimizer == "mixed" else roads
-
-
-_ROTATED = (
-    (Tier.DEVICE, Tier.HOST, Tier.DISK),
-    (Tier.HOST, Tier.DISK, Tier.DEVICE),
-    (Tier.DISK, Tier.DEVICE),
-    (Tier.DISK, Tier.HOST),
-    (Tier.HOST, Tier.DEVICE),
-)
-
-
-def split(span: Span) -> tuple[tuple[Tier, int], ...]:
-    """Stretches of about equal length in tiers that change from span to span."""
-    if not span.is_updated:
-        return ()
-    tiers = _ROTATED[span.index % len(_ROTATED)]
-    length = span.slice_numel // len(tiers) // ALIGN_NUMEL * ALIGN_NUMEL
-    if not length:
-        return ((tiers[0], span.slice_numel),)
-    lengths = [length] * (len(tiers) - 1)
-    return tuple(zip(tiers, [*lengths, span.slice_numel - sum(lengths)]))
-
-
-def split_plan(inputs: PlanInputs) -> Plan:
-    """The plan that the settings make, with every updated span in several tiers, as `split` says."""
-    planned = plan(inputs)
-    # Frozen spans and those of another type than their masters stay where the settings want them.
-    placements = [
-        Placement(together(placement.parameters, span, stretches := split(span)), stretches)
-        for span, placement in zip(planned.layout.spans, planned.placements)
-    ]
-    return replace(planned, placements=tuple(placements))
+        return replace(roads or Roads(), sizes=self.sizes)
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
@@ -203,7 +166,9 @@ def train_engine(
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = optimizer_for(model, case.groups)
-    engine = zero.shard(model, optimizer, case.config(offload_dir), mixed_precision=case.dtype, roads=case.roads(roads))
+    engine = zero.shard(
+        model, optimizer, case.config(offload_dir), mixed_precision=case.dtype, **case.roads(roads).given
+    )
     made(engine)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
     losses, norms = [], []

@@ -31,10 +31,10 @@ import hf_zero as zero
 from hf_zero.comm.group_wire import CollectiveWire, open_wire
 from hf_zero.comm.inflight import DONE, Inflight
 from hf_zero.comm.wire import SoloWire
-from hf_zero.runtime.transports import Roads
-from hf_zero.runtime.values.unit import State
+from hf_zero.engine.unit import State
 from hf_zero.tiers.host import Link
 from hf_zero.tiers.tier import Meter
+from tests.kit.transports import Roads
 
 LOCAL = {"post", "posted", "side", "carry", "collect"}
 """What a wire offers that is no collective of its own group."""
@@ -204,7 +204,7 @@ class Watch:
                 transfer.check()
             for unit in (unit for engine in self._engines for unit in engine.units):
                 if unit.state is not State.SHARDED and any(
-                    flat.full.untyped_storage().nbytes() < flat.full_bytes for flat in unit.flats
+                    span.full.untyped_storage().nbytes() < span.full_bytes for span in unit.spans
                 ):
                     self.fail(f"unit {unit.name!r} is {unit.state.value}, and its memory was given back")
 

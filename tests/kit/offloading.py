@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import hf_zero as zero
-from hf_zero.runtime.transports import Roads
 from hf_zero.tiers.tier import Sizes
 from tests.kit.common import MODELS, Case, Result, loss_of, optimizer_for
+from tests.kit.transports import Roads
 
 SMALL = Sizes(block_numel=1536, loop_numel=512, plain_numel=3072, slab_numel=2048)
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
@@ -78,10 +78,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "memory": {"stage": 2},
     "host": {"stage": 2, "offload_optimizer": "cpu"},
     "disk": {"stage": 3, "offload_optimizer": "disk", "offload_params": "disk"},
-    "split": {"stage": 1, "offload_optimizer": "mixed"},
     "host, parameters too": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     "parameters on disk": {"stage": 3, "offload_params": "disk"},
-    "split, parameters on disk": {"stage": 3, "offload_optimizer": "mixed", "offload_params": "disk"},
 }
 
 
@@ -97,7 +95,7 @@ class Run:
                 p.add_(0.01 * seed)
         self.optimizer = optimizer_for(self.model, 2, lr=1e-3, amsgrad=True)
         self.engine = zero.shard(
-            self.model, self.optimizer, case.config(folder), mixed_precision=dtype, roads=case.roads()
+            self.model, self.optimizer, case.config(folder), mixed_precision=dtype, **case.roads().given
         )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
 

@@ -10,8 +10,9 @@ from torch import nn
 
 import hf_zero as zero
 from hf_zero.params import EXTENSIONS
+from hf_zero.params.deferred import born, slice_bounds
+from hf_zero.params.deferred import deferred_of as birth_of
 from hf_zero.params.init import entered
-from hf_zero.runtime.values.deferred import birth_of, born, slice_bounds
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo

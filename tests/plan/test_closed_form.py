@@ -76,25 +76,21 @@ def closed_form(rank: int, world: int, stage: int, kind: str) -> None:
     for times in (1, 2, 3):
         loss = model(x)
         assert loss.item() == 810.0 * (rank + 1)
-        if stage == 3:
-            for layer in model.layers[:-1]:
-                (weight,) = layer.parameters()  # to read its values would gather it
-                assert weight.untyped_storage().nbytes() <= 4 * 64
-                assert weight.shape == (3, 5)
+        if stage == 3:  # the last one's unit stays for the backward
+            assert not any(span.full.untyped_storage().nbytes() for unit in engine.units[:-1] for span in unit.spans)
+            assert all(weight.shape == (3, 5) for weight in model.parameters())
         loss.backward()
         for unit, expected in zip(engine.units, expected_grads):
-            (flat,) = unit.flats
-            local = flat.shards[0].master.grad
-            begin = rank * flat.span.slice_numel
-            valid = max(0, min(flat.span.slice_numel, 15 - begin))
+            (span,) = unit.spans
+            local = span.bucket.read(slice(0, span.local_numel))
+            valid = max(0, min(span.local_numel, 15 - rank * span.layout.slice_numel))
             assert torch.equal(local[:valid], torch.full((valid,), expected * times)), (local, expected, times)
             assert not local[valid:].any()  # padding
             if stage == 3:
-                assert flat.full.untyped_storage().nbytes() == 0
-                assert all(p.untyped_storage().nbytes() <= 4 * 64 for p in flat.params)
-                assert all(p.shape == (3, 5) and p.numel() == 15 for p in flat.params)
+                assert span.full.untyped_storage().nbytes() == 0
+                assert all(p.shape == (3, 5) and p.numel() == 15 for p in span.params)
     optimizer.zero_grad()
-    assert all(shard.master.grad is None for unit in engine.units for flat in unit.flats for shard in flat.shards)
+    assert all(span.bucket.grad is None for unit in engine.units for span in unit.spans)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -62,11 +62,11 @@ def test_the_zero_papers_table(stage, gigabytes):
 
 @pytest.mark.parametrize("stage", sorted(STAGES))
 def test_7_5b_on_64_ranks_as_this_library_keeps_it(stage):
-    """bf16 parameters, and at their owner float32 gradients, masters and two moments: 2 + 16 bytes, sharded by the stage."""
+    """bf16 parameters where they stay, and at their owner float32 gradients, masters and two moments: 16 bytes."""
     policy = STAGES[stage]
     layout = layout_of(from_number(7_500_000_000), 64 if policy.shard else 1, BF16)
     made = make(layout, 64, precision=BF16, stage=stage)
-    whole = 2 * 7.5e9 / (1 if policy.keep_full else 64) + 16 * 7.5e9 / (64 if policy.shard else 1)
+    whole = 2 * 7.5e9 * policy.keep_full + 16 * 7.5e9 / (64 if policy.shard else 1)
     assert made.memory.states == pytest.approx(whole, rel=1e-6)
     assert made.to_dict()["states_bytes_per_rank"] == made.memory.states
 
@@ -80,9 +80,10 @@ def test_100_mb_on_5_nodes_of_20_mb():
     memory = made.memory
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) <= 20 * MB
     assert memory.at_peak(DISK) > 0
-    # Three float32 per element, wherever they are (arrays on disk are padded to pages); memory is used to its end.
+    # Three float32 per element, and a fourth where parameters are in memory and masters on disk; memory is used to its end.
     states = memory.rest[DEVICE], memory.rest[HOST], memory.rest[DISK]
-    assert sum(kinds["parameters"] + kinds["optimizer"] for kinds in states) == pytest.approx(3 * 20 * MB, rel=0.03)
+    total = sum(kinds["parameters"] + kinds["optimizer"] for kinds in states)
+    assert 3 * 20 * MB <= total <= 4 * 20 * MB
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) > 19 * MB
 
 
@@ -97,7 +98,7 @@ def test_175b_on_1024_ranks_in_seconds():
     assert time.process_time() - started < 30.0  # of a processor: minutes where cost grows with the square
     assert made.layout.numel == pytest.approx(175e9, rel=0.01)
     assert made.fits
-    assert made.memory.states == pytest.approx(18 * 175e9 / 1024, rel=0.02)
+    assert made.memory.states == pytest.approx(16 * 175e9 / 1024, rel=0.02)
 
 
 def test_175b_that_does_not_fit_is_refused_in_seconds():
@@ -160,18 +161,20 @@ def test_offload_counts_by_hand():
     assert traffic.down + traffic.up == 6 * 4 * n
 
 
-def test_alone_the_gradient_keeps_its_type():
+def test_gradients_alone():
     n = 1 << 20
     layout = blocks(2, n, 1, "bfloat16")
     once = make(layout, 1, precision=BF16, offload_optimizer="cpu")
-    assert once.memory.rest[HOST]["gradients"] == 2 * n * 2
+    assert once.memory.rest[HOST]["gradients"] == 2 * n * 4
     assert once.traffic.down + once.traffic.up == 4 * 2 * n
     twice = make(layout, 1, precision=BF16, offload_optimizer="cpu", backward_per_step=2)
     assert twice.memory.rest[HOST]["gradients"] == 2 * n * 4
     assert twice.traffic.down == 2 * once.traffic.down
     stepped = make(layout, 1, precision=BF16, offload_optimizer="cpu", step_in_backward=True)
     assert stepped.memory.rest[HOST]["gradients"] == 0
-    assert stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 8 + 2 * n * 2
+    assert (
+        stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 2 * 2 + 2 * n * 2
+    )  # parameters up, gradients down
 
 
 def test_arrays_on_disk_by_hand():
@@ -179,13 +182,13 @@ def test_arrays_on_disk_by_hand():
     made = make(blocks(1, n, 1, "bfloat16"), 1, precision=BF16, offload_optimizer="disk", offload_params="disk")
     assert made.memory.rest[DISK]["optimizer"] == 3 * padded(4 * n)
     assert made.memory.rest[DISK]["parameters"] == padded(2 * n)
-    assert made.memory.rest[DISK]["gradients"] == padded(2 * n)
+    assert made.memory.rest[DISK]["gradients"] == padded(4 * n)
     assert made.memory.rest[HOST]["gradients"] == 0
-    # A block of gradients that are cast, the ring, the buffer that the one unit is read to, and that of its gradient.
-    staging = SIZES.block_numel * 4 + SIZES.slabs * SIZES.slab_numel * (12 + 2) + 2 * n + 2 * n
+    # The ring, the buffer that the one unit is read to, and that of its gradient.
+    staging = SIZES.slabs * SIZES.slab_numel * (12 + 4) + 2 * n + 2 * n
     assert made.memory.rest[HOST]["staging"] == staging
-    assert made.traffic.write == 12 * n + 2 * n + 2 * n
-    assert made.traffic.read == 12 * n + 2 * n + 2 * n  # its one unit is brought in once
+    assert made.traffic.write == 12 * n + 2 * n + 4 * n
+    assert made.traffic.read == 12 * n + 2 * n + 4 * n  # its one unit is brought in once
 
 
 def test_in_float32_one_memory_is_parameter_and_master():

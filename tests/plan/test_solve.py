@@ -1,4 +1,4 @@
-"""The solver against everything there is: all placements of small layouts."""
+"""Placements of `auto` compared with all placements of small layouts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 
 import hf_zero as zero
-from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
+from hf_zero.core.layout import Layout, ParamSpec
 from hf_zero.core.precision import Precision
 from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
 from hf_zero.plan.outline import Batch
 from hf_zero.plan.plan import plan
-from hf_zero.plan.solve import GAP, TIE, PlanInputs, fits, needed_bytes, solve
+from hf_zero.plan.solve import TIE, PlanInputs, fits, needed_bytes, solve
 from hf_zero.plan.work import compute_flops, seconds, step_seconds, work_in_total
-from hf_zero.tiers.tier import SIZES, Tier
+from hf_zero.tiers.tier import Tier
 
+NEAR = 1.5
+"""Of the least time that any placement takes: units are placed in one order, and never moved again."""
 SPEEDS = {
     "device_bandwidth": 1e12, "host_bandwidth": 2e10, "link_down": 1e10, "link_up": 1.2e10, "disk_read": 3e9,
     "disk_write": 2e9, "collective": 1e10,
@@ -87,7 +89,7 @@ def most(inputs: PlanInputs, tier: Tier, *pair: Tier) -> int:
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_no_placement_of_whole_spans_is_faster(seed, shares, compute):
-    """Splitting may only improve on the best of all assignments, over random budgets and speeds."""
+    """By more than `NEAR`, over random budgets and speeds."""
     draw = random.Random(seed)
     layout = layout_of([1 << 22] * 3, 4, compute)  # equal: what is reserved for staging is what any assignment takes
     speeds = {name: value * 10 ** draw.uniform(-0.7, 0.7) for name, value in SPEEDS.items()}
@@ -100,14 +102,13 @@ def test_no_placement_of_whole_spans_is_faster(seed, shares, compute):
     inputs = inputs_for(layout, *limits, compute_s=draw.choice([0.0, 1e-3, 1.0]), **given)
     found = solve(inputs)
     candidates = [cost(inputs, p) for p in every_placement(inputs) if has_room(inputs, p)]
-    assert found is not None
+    assert (found is None) == (not candidates)
+    if found is None:
+        return
     assert has_room(inputs, found)
-    assert candidates, "the case is too tight to compare anything"
     time, total = cost(inputs, found)
     best = min(time + TIE * total for time, total in candidates)
-    # Cuts fall on whole blocks: at most one block per span kind is slower than the program's own optimum.
-    block = max(cost(inputs, p)[1] for p in every_placement(inputs)) * ALIGN_NUMEL / layout.numel
-    assert time + TIE * total <= best * (1 + 2 * GAP) + 8 * block * SIZES.block_numel / ALIGN_NUMEL
+    assert time + TIE * total <= best * NEAR
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -124,19 +125,18 @@ def test_spans_of_different_sizes(seed):
     tiers = (Tier.DEVICE, Tier.HOST)
     candidates = [cost(inputs, p) for p in every_placement(inputs, tiers) if has_room(inputs, p)]
     time, total = cost(inputs, found)
-    rounding = 4 * ALIGN_NUMEL * 60 / min(SPEEDS.values())
-    assert time + TIE * total <= min(t + TIE * s for t, s in candidates) * (1 + 2 * GAP) + rounding
+    assert time + TIE * total <= min(t + TIE * s for t, s in candidates) * NEAR
 
 
-def test_a_split_uses_the_budget_to_the_last_block():
-    layout = layout_of([1 << 26], 1)
+def test_the_budget_is_used_to_the_last_unit():
+    layout = layout_of([1 << 20] * 64, 1)
     all_there = most(inputs_for(layout), Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
     inputs = inputs_for(layout, all_there - (300 << 20), offload_params="none")
-    (placement,) = solve(inputs)
-    assert [tier for tier, _ in placement.optimizer] == [Tier.DEVICE, Tier.HOST]
-    assert all(numel % SIZES.block_numel == 0 for _, numel in placement.optimizer)
-    left = inputs.budgets.device - inputs.memory([placement]).at_most(Tier.DEVICE)
-    assert 0 <= left < 2 * 16 * SIZES.block_numel
+    found = solve(inputs)
+    assert {tier for placement in found for tier, _ in placement.optimizer} == {Tier.DEVICE, Tier.HOST}
+    assert all(len(placement.optimizer) == 1 for placement in found)
+    left = inputs.budgets.device - inputs.memory(found).at_most(Tier.DEVICE)
+    assert 0 <= left < 16 << 20
 
 
 def test_everything_stays_where_it_fits():

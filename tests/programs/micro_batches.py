@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.models import adamw, bert, gpt2, sgd
 from tests.oracle import Run, program
-from tests.settings import FACTORS
+from tests.settings import FACTORS, KEEPS
 
 DEBUG = {"debug": (False, True)}
 
@@ -88,7 +88,7 @@ def past_learning(run: Run) -> None:
 def kept_units_of_offloaded_parameters(run: Run) -> None:
     for options in ({}, {"step_in_backward": True}):
         for make in (gpt2, recomputed(bert)):
-            _train(run, make, micros=2, defer=True, device_memory="1GiB", **options)
+            _train(run, make, micros=2, defer=True, **{KEEPS: "1GiB"}, **options)
 
 
 @program(only={"precision": ("bf16",), "stage": (1, 2, 3), "kept": (False,)}, more=DEBUG)

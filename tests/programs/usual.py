@@ -31,7 +31,13 @@ def is_sharded(setting: Setting) -> bool:
 
 def is_released(setting: Setting) -> bool:
     """Whether parameters have no memory between their uses."""
-    return setting.stage == 3
+    is_whole = setting.ranks == setting.replicas and setting.params_tier == "none"
+    return setting.stage == 3 and not is_whole
+
+
+def without_memory(param: nn.Parameter) -> bool:
+    """Whether the values of a parameter are on other ranks."""
+    return getattr(type(param), "_zero_released", False) or param.stride() == (0,) * param.dim()
 
 
 def of_groups(run: Run) -> list[nn.Parameter]:

@@ -54,9 +54,14 @@ def test_a_long_name(capsys: pytest.CaptureFixture[str]) -> None:
 HUGE = ["1000000000000", "99999999999999999999999"]
 
 
+FLAGS = ["world-size", "accumulation", "batch", "sequence", "zero-replicas"]
+
+
 @pytest.mark.parametrize("value", HUGE)
-@pytest.mark.parametrize("command", ["plan", "simulate"])
-@pytest.mark.parametrize("flag", ["world-size", "nodes", "accumulation", "batch", "sequence", "zero-replicas"])
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [*(("plan", flag) for flag in FLAGS), *(("simulate", flag) for flag in (*FLAGS, "nodes"))],
+)
 def test_numbers_that_take_all_memory(command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = "7B" if command == "plan" else "gpt2-tiny"
     assert f"--{flag} must be at most" in refused(capsys, command, model, f"--{flag}", value)

@@ -71,11 +71,14 @@ def in_a_limit(folder: Path, layers: int, width: int, params: str, limit: int, t
         assert gradients >= 2 * layers * width * width
 
 
-@pytest.mark.parametrize(("params", "limit_mib"), [("disk", 430), ("none", 490)])
+@pytest.mark.parametrize(("params", "limit_mib"), [("disk", 430), ("none", 525)])
 def test_gradients_take_no_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str, limit_mib: int
 ) -> None:
-    """96 MiB of gradients on each of two ranks: with parameters on disk, and with 96 MiB of them in memory."""
+    """96 MiB of gradients on each of two ranks: with parameters on disk, and with 96 MiB of them in memory.
+
+    One bucket is sent while the next is made.
+    """
     if params == "none":  # holes in malloc's heap differ from run to run
         monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(MIB))

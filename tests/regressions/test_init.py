@@ -32,7 +32,7 @@ def gpt2() -> nn.Module:
 
 
 def is_deferred(param: Tensor) -> bool:
-    return "born sharded" in repr(param)
+    return "(deferred" in repr(param)
 
 
 def tied_bf16() -> nn.Module:
@@ -116,14 +116,6 @@ def exact(rank: int, world: int, name: str) -> None:
         assert torch.equal(b, c), key
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in plain.modules())
     assert init.peak_numel <= largest
-    ours_state, plain_state = model.state_dict(), plain.state_dict()
-    assert list(ours_state) == list(plain_state)
-    for key, value in plain_state.items():
-        mine = ours_state[key]
-        if rank == 0 or key in dict(plain.named_buffers()):
-            assert torch.equal(mine, value), key
-        else:
-            assert (mine.is_meta, mine.shape, mine.dtype) == (True, value.shape, value.dtype), key
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -171,7 +163,7 @@ def test_trains_like_the_plain_model(pools: dict[int, RankPool], world: int, sta
 def guarded(rank: int, world: int) -> None:
     model, _ = build(gpt2)
     tokens = ids(rank, 0)
-    with pytest.raises(zero.StateError, match=r"was born sharded.*accelerator\.prepare"):
+    with pytest.raises(zero.StateError, match=r"zero\.Init.*accelerator\.prepare"):
         model(input_ids=tokens)
     with pytest.raises(zero.StateError, match="cannot be copied"):
         copy.deepcopy(model)
@@ -186,31 +178,18 @@ def guarded(rank: int, world: int) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(whole(model.lm_head.weight), before.bfloat16())
     assert all(zero.local_parameter(p).numel() <= -(-p.numel() // world) for p in model.parameters())
-    # load_state_dict takes what state_dict gave (values on rank 0), or values on every rank.
+    # load_state_dict takes values on every rank.
     other = gpt2().bfloat16()
     torch.nn.init.normal_(other.lm_head.weight)
-    values = other.state_dict() if rank == 0 else {k: v.to("meta") for k, v in other.state_dict().items()}
-    for state in (values, other.state_dict()):
-        model.load_state_dict(build(gpt2)[0].state_dict())
-        model.load_state_dict(state)
-        for p, q in zip(model.parameters(), other.parameters()):
-            assert torch.equal(whole(p), q)
-    with pytest.raises(zero.StateError, match="without assign"):
-        model.load_state_dict(other.state_dict(), assign=True)
+    model.load_state_dict(other.state_dict())
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert torch.equal(whole(p), q)
     missing = model.load_state_dict({"lm_head.weight": other.lm_head.weight}, strict=False).missing_keys
     assert "transformer.ln_f.weight" in missing
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({"lm_head.weight": torch.zeros(3, 3)}, strict=False)
     with torch.no_grad(), pytest.raises(zero.StateError, match=r"zero_\(\) of a parameter of shape"):
         model.transformer.ln_f.weight.zero_()
-    # A write that torch functions do not see is found before anything is built on it, on every rank.
-    if rank == 0:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            model.transformer.ln_f.weight.zero_()
-    with pytest.raises(
-        (zero.StateError, zero.RankMismatchError), match=r"ln_f\.weight.*written to while it was released"
-    ):
-        zero.shard(model)
     assert is_deferred(model.lm_head.weight)
     # Sharding inside is as sharding outside.
     with zero.Init():
@@ -218,8 +197,6 @@ def guarded(rank: int, world: int) -> None:
         zero.shard(inside, None, zero.ZeroConfig(stage=2))
         loss = inside(input_ids=tokens, labels=tokens).loss
     assert torch.equal(inside(input_ids=tokens, labels=tokens).loss, loss)
-    with pytest.raises(zero.ConfigError, match="resize before"):
-        inside.resize_token_embeddings(VOCAB)
 
 
 def test_until_it_is_sharded(two: RankPool) -> None:
@@ -227,16 +204,11 @@ def test_until_it_is_sharded(two: RankPool) -> None:
 
 
 def in_parts(rank: int, world: int) -> None:
-    """Two engines inside one deferred module: its state dict is theirs."""
+    """Two engines inside one deferred module: its values are theirs."""
     model, _ = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     expected = [whole(p) for p in model.parameters()]
     zero.shard(model[0], None, zero.ZeroConfig(stage=3))
-    state = model.state_dict()  # of one that is sharded and one that is not
-    assert rank != 0 or all(torch.equal(value, q) for value, q in zip(state.values(), expected))
     zero.shard(model[1], None, zero.ZeroConfig(stage=3))
-    for p in model.parameters():
-        zero.set_full_parameter(p, torch.zeros(p.shape))
-    model.load_state_dict(state)
     assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), expected))
 
 
@@ -305,7 +277,7 @@ def contexts(rank: int, world: int) -> None:
             assert inner is outer
             one = nn.Linear(4, 4)
         two = nn.Sequential(nn.Linear(4, 4), one)
-    assert all(len(each) <= n for each, n in zip(hooks, before, strict=True))
+    assert [len(each) for each in hooks] == before
     assert all(is_deferred(p) for p in two.parameters())
     assert not is_deferred(nn.Linear(2, 2).weight)
 
@@ -325,7 +297,7 @@ def contexts(rank: int, world: int) -> None:
 
     with pytest.raises(ValueError, match="halfway"):
         fail()
-    assert all(len(each) <= n for each, n in zip(hooks, before, strict=True))
+    assert [len(each) for each in hooks] == before
     assert torch.equal(whole(made[0].weight), torch.full((4, 4), 5.0))
     # Entering again: deferred models can be read, written, copied and run inside.
     with zero.Init():
@@ -333,7 +305,7 @@ def contexts(rank: int, world: int) -> None:
         two[0].weight.data.fill_(1.0)
         twin = copy.deepcopy(two)
         reading = one.weight.sum().item()
-        assert "born sharded" in repr(twin[0].weight)
+        assert is_deferred(twin[0].weight)
     assert output.shape == (2, 4)
     assert not output.isnan().any()
     assert reading == pytest.approx(whole(one.weight).sum().item())
@@ -427,29 +399,29 @@ def test_memory_afterwards_is_that_of_the_slices(pools: dict[int, RankPool]) -> 
 
 
 def resize(rank: int, world: int) -> None:
-    plain, (inside, _), (outside, _) = None, build(gpt2), build(gpt2)
+    model, _ = build(gpt2)
     torch.manual_seed(7)
     plain = gpt2()
-    for model in (plain, outside):
-        torch.manual_seed(3)
+    with pytest.raises(zero.StateError, match=r"inside `with zero\.Init\(\):` \(enter it again"):
         model.resize_token_embeddings(VOCAB + 7)
     torch.manual_seed(3)
+    plain.resize_token_embeddings(VOCAB + 7)
+    torch.manual_seed(3)
     with zero.Init():
-        inside.resize_token_embeddings(VOCAB + 7)
-    for model in (inside, outside):
-        assert model.lm_head.weight is model.transformer.wte.weight
-        assert model.config.vocab_size == VOCAB + 7
-        assert model.transformer.wte.num_embeddings == VOCAB + 7
-        for p, q in zip(model.parameters(), plain.parameters()):
-            assert is_deferred(p)
-            assert torch.equal(whole(p), q)
-    engine = zero.shard(outside, None, zero.ZeroConfig(stage=3))
-    assert torch.isfinite(outside(input_ids=ids(0, 0), labels=ids(0, 0)).loss)
-    with pytest.raises(zero.ConfigError, match="resize before the model is"):
-        outside.resize_token_embeddings(VOCAB)
+        model.resize_token_embeddings(VOCAB + 7)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.config.vocab_size == VOCAB + 7
+    assert model.transformer.wte.num_embeddings == VOCAB + 7
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert is_deferred(p)
+        assert torch.equal(whole(p), q)
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
+    assert torch.isfinite(model(input_ids=ids(0, 0), labels=ids(0, 0)).loss)
+    with pytest.raises(zero.ConfigError, match="Resize before the model is"):
+        model.resize_token_embeddings(VOCAB)
     engine.detach()
-    outside.resize_token_embeddings(VOCAB)
-    assert outside.lm_head.weight.shape[0] == VOCAB
+    model.resize_token_embeddings(VOCAB)
+    assert model.lm_head.weight.shape[0] == VOCAB
 
 
 def test_resize_token_embeddings(two: RankPool) -> None:

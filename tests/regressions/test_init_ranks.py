@@ -149,7 +149,7 @@ def change_copy(model: Any, rank: int) -> None:
 
 def copied(rank: int, world: int) -> None:
     """Copies are compared, too; where their original was changed afterwards, both are."""
-    with pytest.raises(zero.RankMismatchError, match=r"shape \(6, 4\) other values.*zero\.Init"):
+    with pytest.raises(zero.RankMismatchError, match=r"shape \(6, 4\).* other values.*zero\.Init"):
         build(rank, change_copy)
     with zero.Init():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -199,9 +199,8 @@ def test_one_rank_reads_alone_inside(two: RankPool) -> None:
 
 
 def alike(rank: int, world: int) -> None:
-    """What ranks may do alone: change own slices, look at shapes, load rank 0's values, give values by a rank."""
+    """What ranks may do alone: change own slices, look at shapes, give values by a rank."""
     model = build(rank)
-    plain = Net()
     if rank == 0:
         zero.set_local_parameter(model.first.bias, zero.local_parameter(model.first.bias) * 0)
         assert model.first.weight.numel() == 24
@@ -211,8 +210,9 @@ def alike(rank: int, world: int) -> None:
     assert torch.equal(zero.full_parameter(model.first.weight), torch.ones(6, 4))
     zero.shard(model)
     other = build(rank)
-    state = plain.state_dict()
-    other.load_state_dict(state if rank == 0 else {key: value.to("meta") for key, value in state.items()})
+    torch.manual_seed(3)
+    plain = Net()
+    other.load_state_dict(plain.state_dict())
     engine = zero.shard(other)
     engine.detach()
     assert rank or all(torch.equal(value, plain.state_dict()[key]) for key, value in other.state_dict().items())

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.gloo
 
 
 def net() -> nn.Module:
+    """Every rank of two has elements of it."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
 
 
 def said(call: Callable[[], object], kind: type[zero.ZeroError]) -> str:
@@ -33,7 +34,7 @@ def inference(rank: int, world: int, stage: int) -> list[str]:
         whole = net()
     base = net()
     with torch.inference_mode():
-        base[0] = nn.Linear(4, 4).requires_grad_(False)
+        base[0] = nn.Linear(8, 8).requires_grad_(False)
     with torch.inference_mode(), zero.Init():
         deferred = net()
     late = net()
@@ -69,7 +70,7 @@ def scheduled(rank: int, world: int, tier: str, folder: str) -> str:
 
     def run(how: Callable[[Any], Any]) -> None:
         for _ in range(3):
-            model(torch.ones(2, 4)).square().sum().backward()
+            model(torch.ones(2, 8)).square().sum().backward()
             opt.step()
             opt.zero_grad()
             opt.param_groups[0]["lr"] = sum(float(how(state["exp_avg_sq"])) for state in opt.state.values())

@@ -302,7 +302,7 @@ class Muon(torch.optim.Muon):
     def shrink(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                param.data.mul_(0.5)
+                param.mul_(0.5)
 
 
 def matrices(rank: int, world: int, stage: int) -> None:

@@ -127,10 +127,12 @@ def aliases(rank: int, world: int, stage: int) -> None:
             zero.shard(other, None, config)
         other.head.weight.data = torch.zeros(VOCAB, WIDTH)
         kept: list[Tensor] = []
-        hook = model.head.register_forward_hook(lambda module, *_: kept.append(module.weight.data))
+        hook = model.head.register_forward_pre_hook(lambda module, _: kept.append(module.weight.data))
         with torch.no_grad():
             on_tokens(model, rank, 0)
         hook.remove()
+        with zero.unsharded(model):
+            pass  # releases what forwards have left gathered
         other.head.weight.data = kept[0]  # the memory is the view's own since the unit was released
         assert torch.equal(kept[0], zero.full_parameter(model.head.weight))
         zero.shard(other, None, config)

@@ -167,7 +167,7 @@ def test_adapters_of_attention_at_other_settings(two: RankPool, tmp_path: Path, 
 
 
 def replaces(rank: int, world: int, stage: int) -> None:
-    """A frozen parameter that is replaced keeps its place; a trained one is another parameter from then on."""
+    """A frozen parameter that is replaced keeps its place; a trained one cannot be replaced: it would never be trained."""
     torch.manual_seed(0)
     model, plain = Base(), Base()
     plain.load_state_dict(model.state_dict())
@@ -186,8 +186,8 @@ def replaces(rank: int, world: int, stage: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for each in (model, plain):  # a trained one: no optimizer updates the other, as in plain PyTorch
-        each.head.weight = nn.Parameter(torch.ones(VOCAB, WIDTH))
+    with pytest.raises(zero.StateError, match=r"'head\.weight' was replaced by another parameter"):
+        model.head.weight = nn.Parameter(torch.ones(VOCAB, WIDTH))
     torch.testing.assert_close(loss_of(model, 0, 9), loss_of(plain, 0, 9), rtol=0, atol=2e-5)
     model.blocks[1].norm.register_parameter("another", nn.Parameter(torch.zeros(3)))
     del model.blocks[1].norm.another

@@ -115,9 +115,9 @@ def test_a_forked_child_dies_of_the_signal_as_it_would_without_us() -> None:
 
 
 @pytest.mark.parametrize("last", [signal.SIGKILL, 10**6])
-def test_signals_that_cannot_be_heard_are_refused_and_the_others_given_back(last: int) -> None:
+def test_signals_that_cannot_be_handled_are_refused_and_the_others_given_back(last: int) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(zero.ConfigError, match="cannot be heard"):
+    with pytest.raises(zero.ConfigError, match="cannot be handled here"):
         zero.on_preemption(Loop(2).engine, [signal.SIGUSR1, last])
     assert signal.getsignal(signal.SIGUSR1) == before
 

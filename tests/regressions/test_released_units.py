@@ -52,7 +52,7 @@ class Secretive(nn.Module):
 
 
 def blind(rank: int, world: int) -> None:
-    """Step 6 takes another path back, which reads a released weight; later steps take it, too, and are right."""
+    """Step 6 takes another path back, which reads the memory of a released weight: an error. The next steps are right."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Secretive() for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,13 +60,11 @@ def blind(rank: int, world: int) -> None:
     for step in range(9):
         KEPT.clear()
         out = model(inputs(rank, step, 2, WIDTH))
-        if step < 6:
-            out.mean().backward()
-        elif step == 6:
-            with pytest.raises(zero.StateError, match="unit '1' are NaN"):
+        if step == 6:
+            with pytest.raises(RuntimeError, match="data is not allocated"):
                 KEPT[1].mean().backward()
         else:
-            KEPT[1].mean().backward()
+            out.mean().backward()
         if step != 6:
             optimizer.step()
         optimizer.zero_grad()
@@ -74,7 +72,7 @@ def blind(rank: int, world: int) -> None:
     assert rank != 0 or all(bool(value.isfinite().all()) for value in state.values())
 
 
-def test_an_unseen_use_of_a_unit_is_named_on_every_rank(two: RankPool) -> None:
+def test_an_unseen_use_of_a_unit_raises_and_training_continues(two: RankPool) -> None:
     two.run(blind, timeout_s=60)
 
 
@@ -88,10 +86,10 @@ def placeholders(rank: int, world: int) -> None:
     for refused in (
         lambda: torch.save(weight, io.BytesIO()),
         lambda: torch.save(dict(model.named_parameters()), io.BytesIO()),
-        lambda: copy.deepcopy(weight),
     ):
-        with pytest.raises(zero.StateError, match="is released"):
+        with pytest.raises(zero.StateError, match="was pickled, and its values are sharded"):
             refused()
+    assert torch.equal(copy.deepcopy(weight), zero.full_parameter(weight)), "a copy gathers the values on every rank"
     with zero.GatheredParameters(weight):
         assert bool(copy.deepcopy(weight).isfinite().all())
         torch.save(weight, io.BytesIO())
@@ -198,7 +196,8 @@ def truthful(rank: int, world: int) -> None:
         token_loss(model(batch), batch).backward()
 
     def are_released() -> bool:
-        return all(p.untyped_storage().nbytes() <= 4 * 64 for p in model.parameters())
+        with torch._C.DisableTorchFunctionSubclass():  # else asking for the storage gathers the values
+            return all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
 
     for step in range(2):
         train(step)
@@ -224,7 +223,7 @@ def truthful(rank: int, world: int) -> None:
         block.double()
     assert model.to("cpu") is model
     assert block.to("cpu", torch.float32) is block
-    with pytest.raises(zero.StateError, match="would share its memory"):
+    with pytest.raises(RuntimeError, match="Creating a Parameter from an instance of type ShardedParameter"):
         nn.Parameter(model.heads[0].weight)
     with pytest.raises(zero.ConfigError, match="sharded already"):
         zero.shard(model)

@@ -47,12 +47,12 @@ def set_for_a_while() -> Iterator[str]:
 
 
 def put_on_instances() -> Iterator[str]:
-    """`patches.method(target, "name", …)` and `target.__dict__["name"] = …`."""
+    """`patches.method(target, "name", …)`, also as `method(…)`, and `target.__dict__["name"] = …`."""
     for module, tree in trees().items():
         for node in ast.walk(tree):
             names: list[ast.expr] = []
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("patches.method"):
-                names = [node.args[1]]
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition("patches.")[2] == "method":
+                names = node.args[1:2]
             elif isinstance(node, ast.Assign) and module == "huggingface.models":
                 names = [
                     target.slice

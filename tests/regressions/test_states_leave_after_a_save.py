@@ -22,7 +22,8 @@ def saved_then_away(rank: int, world: int, folder: Path) -> None:
     engine.save(folder / "saved")
     engine.load(folder / "saved")
     engine.offload_states()
-    assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
+    with torch._C.DisableTorchFunctionSubclass():  # else asking for the storage reads the values, which are away
+        assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
     engine.reload_states()
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name]), name

@@ -27,12 +27,14 @@ def too_large(rank: int, world: int) -> None:
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, device_memory="230KiB"))
     before = train(model, optimizer, rank, 0)
     with (
-        pytest.raises(zero.OutOfMemoryError, match=r"whole weights take .* more than is free on rank \d") as error,
+        pytest.raises(
+            zero.OutOfMemoryError, match=r"full parameters take .* more than is free on rank \d of its device_memory"
+        ),
         zero.unsharded(model),
     ):
         pass
-    assert "device_memory" in str(error.value)
-    assert all(param.stride() == (0,) * param.dim() for param in model.parameters())
+    with torch._C.DisableTorchFunctionSubclass():  # else asking for the storage gathers the values
+        assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
     assert train(model, optimizer, rank, 0) < before
     engine.detach()
     with zero.unsharded(model):

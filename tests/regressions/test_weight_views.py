@@ -334,6 +334,29 @@ def test_views_taken_in_a_backward(two: RankPool) -> None:
     two.run(in_hooks)
 
 
+def ordinary(rank: int, world: int) -> None:
+    """Training whose user code keeps no view gathers into the same memory for ever, with and without hooks."""
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    spans = [span for unit in engine.units for span in unit.spans]
+    before = [span.full.untyped_storage()._cdata for span in spans]
+    for step in range(STEPS):
+        for micro in range(5):
+            x = inputs(rank, 10 * step + micro).requires_grad_()
+            model(x).square().mean().backward()
+            checkpoint(model[0], x, use_reentrant=False).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(inputs(rank, step))
+    assert [span.full.untyped_storage()._cdata for span in spans] == before
+
+
+def test_without_views_memory_is_reused(two: RankPool) -> None:
+    two.run(ordinary)
+
+
 def functional(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = Giver(*GIVES["transposed"])

@@ -16,21 +16,21 @@ pytestmark = pytest.mark.gloo
 
 
 def life(rank: int, **config: Any) -> list[Tensor]:
-    """Parts are unfrozen in groups of their own, and frozen."""
+    """Parts in groups of their own are unfrozen, and others frozen. The optimizer has all matrices from the start."""
     torch.manual_seed(0)
     model = Mixed().bfloat16()
     late = list(model.blocks[1].parameters())
     for param in late:
         param.requires_grad_(False)
     optimizer = MuonAndAdam([p for p in model.parameters() if p.requires_grad])
+    optimizer.add_param_group({"params": [p for p in late if p.dim() == 2], "use_muon": True})
+    optimizer.add_param_group({"params": [p for p in late if p.dim() < 2], "use_muon": False})
     engine = zero.shard(model, optimizer, zero.ZeroConfig(**config))
     found = []
     for step in range(6):
         if step == 2:
             for param in late:
                 param.requires_grad_(True)
-            optimizer.add_param_group({"params": [p for p in late if p.dim() == 2], "use_muon": True})
-            optimizer.add_param_group({"params": [p for p in late if p.dim() < 2], "use_muon": False})
         if step == 4:
             model.blocks[0].requires_grad_(False)
         rows = ids(rank, step)

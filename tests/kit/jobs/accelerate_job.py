@@ -113,7 +113,7 @@ def complete(stage: int | None, **settings: Any) -> dict[str, Any]:
 
 
 def rank_0_distance(mine: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Only rank 0 has the values of a sharded model's `state_dict()`."""
+    """Rank 0 always has the values of a sharded model's `state_dict()`."""
     return distance(mine, reference) if RANK == 0 else 0.0
 
 
@@ -124,9 +124,8 @@ def equals_data_parallel(
     mine, reference = complete(stage, **settings), complete(None, **settings)
     for name in ("losses", "norms", "lr", "before", "after"):
         assert mine[name] == pytest.approx(reference[name], rel=rel), (name, mine[name], reference[name])
-    assert all(t.is_meta for t in mine["weights"].values()) is (RANK != 0), "only rank 0 has the values"
+    assert distance(mine["weights"], reference["weights"]) <= weights
     if RANK == 0:
-        assert distance(mine["weights"], reference["weights"]) <= weights
         assert optimizer_distance(mine["optimizer"], reference["optimizer"]) <= optimizer
 
 
@@ -368,7 +367,8 @@ def export_without_optimizer(stage: int, born: bool) -> None:
     with zero.Init() if born else contextlib.nullcontext():
         model: Any = GPT2LMHeadModel(gpt2().config) if born else gpt2(4)
     if born:
-        model.save_pretrained(place / "before", is_main_process=RANK == 0)
+        with zero.Init():  # outside, reads of values raise
+            model.save_pretrained(place / "before", is_main_process=RANK == 0)
     engine = zero.shard(model, None, zero.ZeroConfig(stage=stage))
     engine.save(place / "checkpoint")
     state = {name: value.clone() for name, value in model.state_dict().items()}

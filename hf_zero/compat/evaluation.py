@@ -1,0 +1,89 @@
+"""A model evaluated in another dtype than it is trained in (`bf16_full_eval`, `fp16_full_eval`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.engine import Engine
+from ..engine.observer import Observer
+from ..engine.parameter import place_of
+from ..engine.unit import State, Unit
+
+
+class OtherDtype(Observer):
+    """Shows the parameters of gathered units in another dtype, while asked to.
+
+    `module.to(dtype)` would round what is trained. Where full parameters are released, one unit's copies are in memory at a
+    time; where they stay, all are.
+    """
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+        self._dtype: torch.dtype | None = None
+
+    def unit_unsharded(self, unit: Unit) -> None:
+        if not unit.is_apart:  # `GatheredParameters` shows exact values
+            self._show(unit)
+
+    def _show(self, unit: Unit) -> None:
+        if self._dtype is None:
+            return
+        for span in unit.spans:
+            if span.full.is_floating_point() and span.full.dtype != self._dtype:
+                if unit.state is State.GATHERED:
+                    span.show(self._dtype, "evaluation", masters=False)
+                else:
+                    span.show_released(self._dtype)
+
+    @contextmanager
+    def shown_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Inside, the model is as after `model.to(dtype)`, for forwards without a graph. On every rank."""
+        engine, before = self._engine, self._dtype
+        engine.quiesce()
+        self._dtype = dtype
+        hidden = {span: span.hidden for unit in engine.units for span in unit.spans}
+        try:
+            for unit in engine.units:
+                self._show(unit)
+            with cast(engine.model, dtype):
+                yield
+        finally:
+            self._dtype = before
+            try:
+                engine.schedule.quiesce()
+                for event in engine.events.before_save:  # what was written goes into the masters
+                    event()
+            finally:
+                for span, number in hidden.items():
+                    span.show_usual(range(len(span.params)), number)
+                for unit in engine.units:
+                    for event in engine.events.writes_dropped:
+                        event(unit)
+
+
+@contextmanager
+def cast(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, floating-point buffers, and parameters that no engine has, are of this dtype."""
+    plain = [
+        (param, param.data) for param in model.parameters() if place_of(param) is None and param.is_floating_point()
+    ]
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        for param, data in plain:
+            param.data = data.to(dtype)
+        for table, buffers in tables:
+            table.update({name: _cast(buffer, dtype) for name, buffer in buffers.items()})
+        yield
+    finally:
+        for param, data in plain:
+            param.data = data
+        for table, buffers in tables:
+            table.update(buffers)
+
+
+def _cast(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return buffer.to(dtype) if buffer is not None and buffer.is_floating_point() else buffer

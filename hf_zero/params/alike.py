@@ -1,0 +1,81 @@
+"""Deferred parameters have the same values on every rank: digests are compared where values are gathered, and at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from ..comm.wire import SoloWire
+from ..errors import RankMismatchError
+from .deferred import OWN, deferred_of
+
+
+class Seen(NamedTuple):
+    """A deferred parameter as one rank saw it."""
+
+    name: str
+    print: int | None
+    is_used: bool
+
+
+def check_equal(wire: SoloWire, what: str, mine: Sequence[Seen | None], *, unused: bool = False) -> None:
+    """Compare the values with which the ranks closed parameters. A collective.
+
+    Args:
+        mine: in the same order on every rank; None: the parameter is gone.
+        unused: compare parameters that no function was given, too. Their memory may hold anything.
+
+    Raises:
+        RankMismatchError: on every rank, with the first parameter that differs.
+    """
+    if wire.size == 1:
+        return
+    found = hashlib.blake2b(repr((what, mine)).encode(), digest_size=16).hexdigest()
+    if len(set(wire.exchange(found))) == 1:
+        return
+    everyone: list[tuple[str, list[Seen | None]]] = wire.exchange((what, list(mine)))
+    _refuse_different("", [each for each, _ in everyone])
+    for column in zip(*(theirs for _, theirs in everyone)):
+        alive = [each for each in column if each is not None]
+        if len(alive) < len(column):
+            continue
+        _refuse_different(f"{what}: the parameters that they use: ", [each.name for each in alive])
+        prints = [each.print for each in alive]
+        if len(set(prints)) == 1 or OWN in prints or not (unused or any(each.is_used for each in alive)):
+            continue
+        rank = next(rank for rank, each in enumerate(prints) if each != prints[0])
+        raise RankMismatchError(
+            f"{what}: rank {rank} gave {alive[0].name} other values than rank 0, and each rank keeps only its own part of "
+            "them. Every rank must compute the same values: seed the ranks alike inside zero.Init, load the same files, and "
+            "change values of one rank with zero.GatheredParameters(p, modifier_rank=0)"
+        )
+
+
+def _refuse_different(what: str, values: Sequence[str]) -> None:
+    for rank, each in enumerate(values):
+        if each != values[0]:
+            raise RankMismatchError(
+                f"ranks differ inside zero.Init: {what}rank 0 has {values[0]}, rank {rank} has {each}. Every rank must run the "
+                "same code inside it"
+            )
+
+
+def check_ready(model: nn.Module) -> None:
+    """Compare the deferred parameters of a model over the ranks, before it is sharded. A collective where there are some.
+
+    Raises:
+        RankMismatchError: on every rank: they have other values.
+    """
+    mine: list[Seen] = []
+    wire: SoloWire | None = None
+    for name, param in model.named_parameters():
+        deferred = deferred_of(param)
+        if deferred is not None and deferred.wire.size > 1:
+            deferred.follow(param)
+            wire = deferred.wire
+            mine.append(Seen(f"parameter {name!r}", deferred.print, deferred.is_used))
+    if wire is not None:
+        check_equal(wire, "zero.shard of a model built under zero.Init", mine, unused=True)

@@ -1,1 +1,0 @@
-"""Optimizers over shards: which can be bound, their steps on the device, in host memory and on disk, clipping."""

@@ -1,1 +1,0 @@
-"""Forward and backward: when a unit is gathered, released and reduced."""

@@ -1,0 +1,31 @@
+"""The wire that CUDA uses, here over gloo's own collectives, equals plain data parallel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hf_zero.comm.group_wire import CollectiveWire
+from tests.kit.common import Case, differences, train_engine, train_reference
+from tests.kit.transports import Roads
+
+pytestmark = pytest.mark.gloo
+
+
+def collective(rank: int, world: int) -> list[tuple[int, str, float, float]]:
+    """The same buffers and waits, and the backend's order of sums."""
+    out = []
+    for stage, dtype in itertools.product((0, 1, 2, 3), ("no", "bf16")):
+        case = Case(stage=stage, dtype=dtype, accumulation=2, clip=0.5, groups=2, steps=4)
+        ours, _ = train_engine(rank, world, case, roads=Roads(wire=CollectiveWire))
+        if rank == 0:
+            out.append((stage, dtype, *differences(ours, train_reference(world, case))))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_collective_wire(pools, world):
+    for stage, dtype, largest, rms in pools[world].run(collective)[0]:
+        assert rms < (2e-5 if dtype == "no" else 1e-4), (stage, dtype, rms)
+        assert largest < 1e-2, (stage, dtype, largest)

@@ -1,0 +1,96 @@
+"""Units that stay gathered from a forward to its backward (`keep_gathered`): bytes and memory as planned.
+
+Programs: tests/programs/kept_units.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_zero as zero
+from hf_zero.diagnostics.usage import predicted
+from hf_zero.tiers.tier import Tier
+from tests.kit.common import gpt2, is_on_the_bar, optimizer_for, take_steps
+from tests.kit.pool import RankPool
+
+pytestmark = pytest.mark.gloo
+ROOM = 400_000
+"""For some units."""
+
+
+def steady(rank: int, world: int, room: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of the third step, and its peak, beside what is planned of both."""
+    model = gpt2(n_layer=4, n_embd=64)
+    optimizer = optimizer_for(model, 1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, keep_gathered=room, **settings))
+    take_steps(model, optimizer, rank, 0, 1)
+    recorder = engine.record()
+    before = engine.traffic["gather"].bytes
+    take_steps(model, optimizer, rank, 2)
+    sent = engine.traffic["gather"].bytes - before
+    told, traffic = predicted(engine)
+    sizes = {at: unit.gathered_bytes for at, unit in enumerate(engine.layout.units)}
+    found = {
+        "sent": sent,
+        "planned": traffic.gather,
+        "peak": (recorder.peak["device"]["gathered"], told.peak[Tier.DEVICE]["gathered"]),
+        "largest": max(sizes.values()),
+        "kept": sum(sizes[at] for at in engine.plan.kept),
+        "agree": engine.traffic["agree"].calls,
+        "weights": [zero.full_parameter(param).clone() for param in model.parameters()],
+    }
+    engine.detach()
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"offload_optimizer": "cpu", "offload_params": "cpu"}], ids=["device", "host"]
+)
+def test_bytes_and_memory_are_as_planned(two: RankPool, settings: dict[str, Any]) -> None:
+    bare = two.run(steady, None, settings)
+    for found, plain in zip(two.run(steady, ROOM, settings), bare):
+        assert 0 < found["kept"] <= ROOM
+        assert found["sent"] == found["planned"] == plain["sent"] - found["kept"] // 2
+        measured, told = found["peak"]
+        assert is_on_the_bar("gathered", told, measured, found["largest"])
+        assert found["agree"] == plain["agree"]  # not a message more
+        assert all(torch.equal(a, b) for a, b in zip(found["weights"], plain["weights"], strict=True))
+
+
+class Shrinking(nn.Module):
+    """A block that writes its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner.weight.mul_(0.9)
+        return rows + torch.tanh(self.inner(rows))
+
+
+def shrinking(rank: int, world: int, room: int | None) -> tuple[list[Tensor], int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Shrinking() for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, keep_gathered=room))
+    torch.manual_seed(rank)
+    for _ in range(5):
+        model(torch.randn(3, 64)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [zero.full_parameter(param).clone() for param in model.parameters()], len(engine.plan.kept)
+    engine.detach()
+    return found
+
+
+def test_weights_that_a_forward_writes_are_the_same_where_units_stay(two: RankPool) -> None:
+    plain = two.run(shrinking, None)
+    for (mine, kept), (theirs, _) in zip(two.run(shrinking, 40_000), plain):
+        assert kept
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -1,0 +1,42 @@
+"""What an engine moves bytes with, for tests: another wire or link, blocks of other sizes, units of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_zero.comm.group_wire import open_wire
+from hf_zero.comm.wire import SoloWire
+from hf_zero.core.units import LIMITS, Limits
+from hf_zero.tiers.host import Link
+from hf_zero.tiers.pool import Storage
+from hf_zero.tiers.tier import SIZES, Meter, Sizes
+
+
+@dataclass(frozen=True)
+class Roads:
+    """Arguments of `zero.shard`.
+
+    Attributes:
+        wire: between ranks, for buffers on a device.
+        link: between host memory and a device; counts into the meter.
+        sizes: of the blocks and slabs that offloaded state is updated and moved in.
+        limits: of units.
+        storage: what allocates, and holds what the tiers of the engine share.
+    """
+
+    wire: Callable[[torch.device], SoloWire] = open_wire
+    link: Callable[[torch.device, Meter], Link] = Link
+    sizes: Sizes = SIZES
+    limits: Limits = LIMITS
+    storage: type[Storage] = Storage
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Pass it as `zero.shard(..., **roads.given)`."""
+        storage = partial(self.storage, open_link=self.link, sizes=self.sizes)
+        return {"open_wire": self.wire, "open_storage": storage, "limits": self.limits}
