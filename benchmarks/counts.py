@@ -39,10 +39,10 @@ CALLS = {(2, "none"): (3190, -2240), (3, "none"): (4620, -780), (3, "cpu"): (588
 """(stage, `offload_optimizer`) -> the most calls into or out of hf_zero, and the most calls in all beyond those of a
 step without hf_zero. Of the rank that makes more. Python 3.11, torch 2.13."""
 TRAFFIC = {
-    0: {"gather": (0, 0), "reduce": (14, 132736), "scalar": (0, 0), "agree": (2, 744), "other": (0, 0)},
-    1: {"gather": (14, 67072), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 744), "other": (0, 0)},
-    2: {"gather": (14, 67072), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 744), "other": (0, 0)},
-    3: {"gather": (26, 130048), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 752), "other": (0, 0)},
+    0: {"gather": (0, 0), "reduce": (14, 132672), "scalar": (0, 0), "agree": (2, 208), "other": (0, 0)},
+    1: {"gather": (14, 67072), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 208), "other": (0, 0)},
+    2: {"gather": (14, 67072), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 208), "other": (0, 0)},
+    3: {"gather": (26, 130048), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 264), "other": (0, 0)},
 }
 """Stage -> kind of message -> collectives and bytes that this rank sends in a step. Exact."""
 
