@@ -42,7 +42,7 @@ TRAFFIC = {
     0: {"gather": (0, 0), "reduce": (14, 132672), "scalar": (0, 0), "agree": (2, 208), "other": (0, 0)},
     1: {"gather": (14, 67072), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 208), "other": (0, 0)},
     2: {"gather": (14, 67072), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 208), "other": (0, 0)},
-    3: {"gather": (26, 130048), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 264), "other": (0, 0)},
+    3: {"gather": (26, 130048), "reduce": (14, 67072), "scalar": (1, 8), "agree": (2, 268), "other": (0, 0)},
 }
 """Stage -> kind of message -> collectives and bytes that this rank sends in a step. Exact."""
 

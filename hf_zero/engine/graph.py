@@ -82,6 +82,12 @@ def nodes_of(tensors: list[Tensor], first: int) -> list[Any]:
     return nodes
 
 
+def is_lookup(node: Any) -> bool:
+    """Return whether a node looks rows up in a parameter itself, so that its backward reads no values of it."""
+    parents = node.next_functions
+    return node.name() == "EmbeddingBackward0" and bool(parents) and parents[0][0].name().endswith("AccumulateGrad")
+
+
 def _unwrapped(tensor: Tensor) -> Tensor:
     """The tensor that a transform of `torch.func` wraps: inside `torch.vmap` the graph is made of these."""
     functorch: Any = torch._C._functorch

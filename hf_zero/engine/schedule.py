@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from ..core.units import is_plain_embedding
 from ..errors import StallError, StateError
 from .context import Context
-from .graph import backward_id, next_sequence_number, nodes_of, tensors_in
+from .graph import backward_id, is_lookup, next_sequence_number, nodes_of, tensors_in
 from .parameter import set_raw_grad
 from .tape import HIGHEST, Tape, Token, Use
 from .unit import State, Unit
@@ -90,7 +90,7 @@ class Schedule:
         for unit in self.units:
             for number, host in enumerate(unit.hosts):
                 calls: Calls = []
-                before = partial(self._pre_forward, unit, calls, 1 << number, not is_plain_embedding(host))
+                before = partial(self._pre_forward, unit, calls, 1 << number, is_plain_embedding(host))
                 after = partial(self._post_forward, unit, calls)
                 add(host.register_forward_pre_hook(before, prepend=True))
                 add(host.register_forward_hook(after, always_call=True, with_kwargs=True))
@@ -161,16 +161,16 @@ class Schedule:
                     continue
                 unit.release()
 
-    def _pre_forward(self, unit: Unit, calls: Calls, host: int, reads: bool, *_: Any) -> None:
+    def _pre_forward(self, unit: Unit, calls: Calls, host: int, is_lookup: bool, *_: Any) -> None:
         self._awaited[unit.index] &= ~host
-        self.begin_use(unit, calls, reads=reads)
+        self.begin_use(unit, calls, is_lookup=is_lookup)
 
-    def begin_use(self, unit: Unit, calls: Calls, *, reads: bool = True) -> None:
+    def begin_use(self, unit: Unit, calls: Calls, *, is_lookup: bool = False) -> None:
         """Code that reads the unit's parameters begins: the forward of a host, or one operation.
 
         Args:
             calls: to be passed to `end_use`.
-            reads: its backward reads them, too.
+            is_lookup: an embedding, whose backward does not read them.
         """
         in_backward = backward_id() >= 0
         if self._depth == 0 and not in_backward:  # a part of the model, called by itself
@@ -202,7 +202,7 @@ class Schedule:
         if has_graph and (self.frees or unit.trained):
             # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
             is_apart = in_backward or (self.frees and self.context.is_unsharded)
-            use = Use(unit, -1, reads=reads) if is_apart else self.tape.open(unit, reads=reads)
+            use = Use(unit, -1, is_lookup=is_lookup) if is_apart else self.tape.open(unit, is_lookup=is_lookup)
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
@@ -234,6 +234,8 @@ class Schedule:
         if use is not None:
             token = Token(use) if use.opened < 0 else self.tape.close(use)
             nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
+            if use.is_lookup and not all(is_lookup(node) for node in nodes):
+                use.reads = True
             hook = partial(_enter, weakref.ref(self), token)
             for node in nodes:
                 node.register_prehook(hook)

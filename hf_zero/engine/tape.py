@@ -28,13 +28,17 @@ HIGHEST = (1 << 31) - 1
 class Use:
     """One forward of one unit."""
 
-    __slots__ = ("__weakref__", "closed", "index", "is_done", "is_entered", "is_listed", "opened", "reads", "token")
+    __slots__ = (
+        "__weakref__", "closed", "index", "is_done", "is_entered", "is_listed", "is_lookup", "opened", "reads", "token",
+    )  # fmt: skip
 
-    def __init__(self, unit: Unit, opened: int, *, reads: bool = True) -> None:
+    def __init__(self, unit: Unit, opened: int, *, is_lookup: bool = False) -> None:
         # Of the unit the number alone: a graph that is kept holds no engine.
         self.index, self.opened, self.closed = unit.index, opened, opened
-        self.reads = reads
-        """A backward of it needs the values. That of an embedding does not."""
+        self.is_lookup = is_lookup
+        """Of an embedding, the same on every rank."""
+        self.reads = not is_lookup
+        """A backward of it needs the values. That of a lookup does not, unless `forward` did more, on any rank."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
@@ -61,9 +65,9 @@ class Tape:
         self.uses: list[Use] = []
         self.clock = 0
 
-    def open(self, unit: Unit, *, reads: bool) -> Use:
+    def open(self, unit: Unit, *, is_lookup: bool) -> Use:
         self.clock += 1
-        use = Use(unit, self.clock, reads=reads)
+        use = Use(unit, self.clock, is_lookup=is_lookup)
         self.uses.append(use)
         return use
 
@@ -137,12 +141,16 @@ class Tape:
             seen[index] += 1
         every = (1 << _MASK_BITS) - 1
         # The maximum of the masks and of their complements: equal on every rank exactly if the two are complements.
-        answer = wire.start_maximum([*masks, *(every & ~mask for mask in masks), *marks])
+        reads = any(use.is_lookup and use.reads for use in self.uses)
+        answer = wire.start_maximum([*masks, *(every & ~mask for mask in masks), reads, *marks])
 
         def units_in_order() -> list[Unit]:
             found = answer()
             if found.pop() != HIGHEST - found.pop():
                 refuse()
+            if found.pop():  # all ranks gather for it, in one order
+                for use in self.uses:
+                    use.reads = True
             agreed = found[: len(units)]
             if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):
                 agreed = [0] * len(units)

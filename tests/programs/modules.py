@@ -177,6 +177,41 @@ def embedding_maxnorm(run: Run, t: int) -> Tensor:
     return run.model(torch.arange(20)).square().mean()
 
 
+class ScaledEmbedding(nn.Module):
+    """An embedding whose own `forward` multiplies its weight, from step `since` on: its backward needs the values then."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.embed, self.head, self.since, self.step = nn.Embedding(20, 16), mlp(), since, 0
+        plain = self.embed.forward
+
+        def scaled(ids: Tensor) -> Tensor:
+            return plain(ids) if self.step < self.since else F.embedding(ids, self.embed.weight * self.scale)
+
+        self.embed.forward = scaled
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+@trained_on(lambda: ScaledEmbedding(0), steps=8)
+def embedding_scaled(run: Run, t: int) -> Tensor:
+    return run.model(bags(run, t)).square().mean()
+
+
+@trained_on(lambda: ScaledEmbedding(6), steps=8)
+def embedding_scaled_late(run: Run, t: int) -> Tensor:
+    run.model.step = t
+    return run.model(bags(run, t)).square().mean()
+
+
+@trained_on(lambda: ScaledEmbedding(6), steps=8)
+def embedding_scaled_on_one_rank(run: Run, t: int) -> Tensor:
+    run.model.step = t * run.rank
+    return run.model(bags(run, t)).square().mean()
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
