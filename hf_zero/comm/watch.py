@@ -125,6 +125,10 @@ class Watch:
         finally:
             self.purposes.pop()
 
+    def interrupt(self) -> None:
+        for each in self.interrupts:
+            each()
+
     def error(self) -> StallError:
         return StallError(self.verdict or "")
 

@@ -215,6 +215,8 @@ class Watcher:
         for lane in list(self.lanes.values()):
             if lane.verdict is None:
                 lane.look(now)
+            else:
+                lane.end_torch_wait(now)
 
     def finish(self, verdict: str, lanes: Sequence[_Lane], *, is_cut: bool = False) -> None:
         """Raise `verdict` in the threads of the program.
@@ -261,6 +263,7 @@ class _Lane:
         self._progress = 0
         self._before: tuple[int, object, Work | None] = (0, None, None)
         self._in_torch: tuple[str, int, float] = ("", 0, 0.0)
+        self._has_ended_torch = False
         self._told_s = self._proposed = 0.0
 
     def join(self, watch: Watch) -> None:
@@ -349,14 +352,18 @@ class _Lane:
 
     def interrupt(self) -> None:
         """End the waits with an error, whose reason is the verdict."""
-        ended = [watch for watch in self._open() if watch.at is not None]
-        call, _, since = self._in_torch
-        if not ended and call and time.perf_counter() - since > _ENDED_S:
-            _print(f"hf_zero: {self.verdict}")  # torch's own error ends the wait, which is one of the user's calls
-            ended = self._open()
-        for watch in ended:
-            for interrupt in watch.interrupts:
-                interrupt()
+        for watch in self._open():
+            if watch.at is not None:
+                watch.interrupt()
+
+    def end_torch_wait(self, now: float) -> None:
+        """End the program's own wait in torch.distributed, after the verdict. Torch's error ends it: the verdict is printed."""
+        if self._has_ended_torch or self._in_torch_s(now) <= _ENDED_S:
+            return
+        self._has_ended_torch = True
+        _print(f"hf_zero: {self.verdict}")
+        for watch in self._open():
+            watch.interrupt()
 
     def _in_torch_s(self, now: float) -> float:
         """For how long the main thread has been in one of torch's own collectives."""

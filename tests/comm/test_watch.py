@@ -62,6 +62,15 @@ def left_out(loop: Loop) -> None:
     loop.engine.exchange(None)
 
 
+def left_out_late(loop: Loop) -> None:
+    """The others' verdict finds this rank at a barrier for less time than it is given there."""
+    loop.train(4)
+    time.sleep(2 / 3 * STALL_S)
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    loop.engine.exchange(None)
+
+
 def left_out_before_a_save(loop: Loop) -> None:
     loop.train(4)
     loop.engine.save(loop.folder / "saved")
@@ -169,6 +178,7 @@ ALONE: dict[str, tuple[Callable[[Loop], object], str]] = {
         left_out,
         "(?s)rank 0: in what follows the step of step 4.*torch.distributed, in barrier.*rank 1: in (for|back)ward of step 4",
     ),
+    "left_out_late": (left_out_late, "(?s)rank 0: in what follows the step of step 4.*rank 1: in forward of step 4"),
     "left_out_before_a_save": (
         left_out_before_a_save,
         "rank 0: in saving to",
@@ -249,6 +259,7 @@ CASES = {
     ],
     "batches": [
         *[(stage, "left_out") for stage in (1, 3)],
+        (3, "left_out_late"),
         (2, "left_out_before_a_save"),
         (2, "raised_after_forward"),
         *[(3, f"raised_in_{where}") for where in ("forward", "backward", "optimizer")],
