@@ -11,7 +11,7 @@ from . import (  # noqa: F401  (`huggingface` registers what knows transformers;
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
-    from .checkpoint.export import card_for as card_for
+    from .checkpoint.cards import card_for as card_for
     from .checkpoint.export import export as export
     from .checkpoint.folder import verify as verify
     from .checkpoint.series import latest_checkpoint as latest_checkpoint
@@ -58,7 +58,8 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
 
 # Loaded at first use: the command line answers without torch, the engine works without accelerate and transformers.
 _NAMES = {
-    "checkpoint.export": ("card_for", "export"),
+    "checkpoint.cards": ("card_for",),
+    "checkpoint.export": ("export",),
     "checkpoint.folder": ("verify",),
     "checkpoint.series": ("latest_checkpoint", "prune_checkpoints"),
     "compat.preemption": ("on_preemption",),

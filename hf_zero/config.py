@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from .errors import ConfigError
 
-_DTYPES = {
+DTYPE_ALIASES = {
     alias: name
     for name, short in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"))
     for alias in (name, short, f"torch.{name}")
 }
-DTYPES = tuple(dict.fromkeys(_DTYPES.values()))
+DTYPES = tuple(dict.fromkeys(DTYPE_ALIASES.values()))
 """Types of weights, gradients and files that settings name."""
 
 
@@ -335,7 +335,7 @@ class ZeroConfig:
         ):
             object.__setattr__(self, name, _patterns(name, getattr(self, name), what, one, two))
         if self.reduce_dtype is not None:
-            dtype = _DTYPES.get(str(self.reduce_dtype).lower())
+            dtype = DTYPE_ALIASES.get(str(self.reduce_dtype).lower())
             if dtype is None:
                 raise ConfigError(
                     f"reduce_dtype must be one of float32, bfloat16, float16 or None, found {self.reduce_dtype!r}"

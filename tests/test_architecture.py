@@ -32,7 +32,7 @@ ONLY_HERE = {
     "accelerate": ("huggingface",),
     "transformers": ("huggingface",),
     "peft": ("huggingface",),
-    "huggingface_hub": ("checkpoint.export", "checkpoint.hub"),
+    "huggingface_hub": ("checkpoint.cards", "checkpoint.hub", "checkpoint.weights"),
     # `group_wire`: how many processes the launcher started, which torch reports only once a group is open. `links`: gloo's
     # network interface, which torch does not report. `tiers.host`: the settings of malloc, which glibc does not report.
     "os.environ": ("huggingface", "cli", "comm.group_wire", "comm.links", "tiers.host"),

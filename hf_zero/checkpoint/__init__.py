@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 FORMATS: list[Callable[[Any], Any]] = []
-"""Who may know the names of a model's weights; filled by `huggingface`, without torch, before anything asks.
+"""Functions from a model to its `weights.WeightFormat`, or None; asked in order before the generic format.
 
-From a model to its `weights.WeightFormat`, or None; asked in order before the generic one.
+`huggingface` adds its own at import, before a model can be saved, and without importing torch.
 """

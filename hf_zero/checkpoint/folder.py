@@ -1,14 +1,14 @@
-"""A folder's new content that appears as a whole: staged beside it, then one rename.
+"""Put a save in place: stage it in a temporary folder, then rename it or replace files one by one.
 
-    staging       `.NAME.zero_saving/NAME/` beside the target, or `.zero_saving/NAME/` inside one that exists
-    commit point  the staged folder is renamed to the target; where the target has content of its own, to `.zero_commit`
-                  inside it, from where its files are then moved into place (`recover` goes on where that was interrupted)
+A new folder appears by one rename, after all its files were fsynced. In a folder that already has
+files, each new file replaces its predecessor by `os.replace`, and the manifest comes last. A job
+that dies between two replacements leaves a folder that `verify` and every load reject: the old
+manifest does not match the new files. The configuration is removed first and replaced last, so
+`from_pretrained` never reads old and new weights together.
 
-The staging folder is locked (flock) while its owner lives, so that a second job is refused and what a killed one left, here
-or beside other targets in the same parent, is recognised and removed. All of this is done by one process, rank 0's.
-
-Nothing outside of the target and its staging folders is written, moved or removed: a target that is itself a link is followed
-once, to the folder that it names; a symbolic link in the way of anything else is refused by name (`refuse_link`).
+One process, rank 0's, does all of this. It holds a lock (flock) on its staging folder: a second job
+that saves to the same target is refused, and staging folders of dead jobs are removed. Staging
+folders have random names, so no other user can create or link them in advance.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -29,46 +29,54 @@ from .kinds import kind_of, stale_weights
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 
 SUFFIX = ".zero_saving"
+"""Marks staging folders: `.NAME.zero_saving-*` next to a target, `.zero_saving-*` inside one."""
 OCCUPIED = "_zero_lock"
-"""Begins with an underscore: what the Trainer pushes to the Hub leaves such files out."""
-_COMMIT = ".zero_commit"
-_EXPORT_SUFFIX = ".zero_export"
-_PATIENCE_S = 0.5
-"""How long a lock may be held by who only looks whether a folder was left behind."""
+"""Begins with an underscore, so that the Trainer's uploads leave it out."""
+MIXED = "holds files of the old and of the new save"
+"""In the error of a save that failed while it replaced files."""
 _GATES = ("config.json", "adapter_config.json")
+"""`from_pretrained` refuses a folder that has neither."""
+_PATIENCE_S = 0.5
+"""Time in which another process may hold a lock only to check whether its owner lives."""
 
 
 class Staging:
-    """One save of `target`."""
+    """One save of `target`, staged in `path`.
+
+    Attributes:
+        target: the folder that will be written; links are resolved.
+        root: the staging folder, after `open`.
+    """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        # A link to a folder: the folder itself is what is replaced.
+        # A link to a folder: the folder that it names is written.
         self.target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
-        self._beside = self.target.parent / f".{self.target.name}{SUFFIX}"
-        self.root = self._beside
+        self.root = Path()
         self._lock = -1
+        self._state = ""  # of a target that is being replaced, for the error message
 
     @property
     def path(self) -> Path:
-        """Where to write, once open."""
+        """Return the folder to write into."""
         return self.root / self.target.name
 
     def open(self) -> None:
-        """Make the folder and lock it; finish or remove what a killed job left.
+        """Create the staging folder and remove those of dead jobs.
 
         Raises:
-            CheckpointError: another job is saving here; the target cannot be written.
+            CheckpointError: another job is saving here, or the target cannot be written.
         """
         if self.target.exists() and not self.target.is_dir():
-            raise CheckpointError(f"{self.target} is a file, expected a folder to save into")
+            raise CheckpointError(f"{self.target} is a file. Choose a folder to save into")
+        parent, beside = self.target.parent, f".{self.target.name}{SUFFIX}"
         try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._enter()
-            if self.target.is_dir():
-                recover(self.target, locked=True)
-                _refuse_linked_folders(self.target, _files_of(self.target))  # before anything is written
-            remove_left_overs(self.target.parent, but=self.root)
-            _empty(self._lock)
+            parent.mkdir(parents=True, exist_ok=True)
+            # A rename cannot cross file systems: where the target is a mount point, stage inside it.
+            is_used = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
+            self.root, self._lock = _new_root(*((self.target, SUFFIX) if is_used else (parent, beside)))
+            self._refuse_rivals(beside)
+            _refuse_linked_folders(self.target, _files_of(self.target))
+            remove_left_overs(parent)
             self.path.mkdir()
         except OSError as error:
             self.discard()
@@ -77,123 +85,167 @@ class Staging:
             self.discard()
             raise
 
-    def _enter(self) -> None:
-        """Take the lock of the place that fits the target as it is then: another job may have made it meanwhile."""
+    def _refuse_rivals(self, beside: str) -> None:
+        """Raise if another process is saving to the same target; remove what dead ones left."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
-            self.root = self._place()
-            self.root.mkdir(exist_ok=True)
-            held = _lock(self.root)
-            if held is not None:
-                self._lock = held[0]
-                # Asked again under the lock: two jobs, one before and one after the target got content, lock two folders.
-                if self._place() == self.root:
-                    return
-                self.discard()
-            elif time.monotonic() > deadline:
-                raise _taken(self.root)
-            else:
-                time.sleep(_PATIENCE_S / 20)
-
-    def _place(self) -> Path:
-        # A rename does not lead from one file system to another: where one is mounted, its parent is of another.
-        inside = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
-        return self.target / SUFFIX if inside else self._beside
+            roots = {*self.target.parent.glob(f"{_literal(beside)}*"), *self.target.glob(f"{SUFFIX}*")}
+            if not _remove_dead(roots - {self.root}):
+                return
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"another job is saving to {self.target} right now. Give each job its own output folder"
+                )
+            time.sleep(_PATIENCE_S / 20)
 
     def publish(self, manifest: Manifest) -> None:
-        """The staged files become the target, all or none. They and the manifest are on disk before.
+        """Write the manifest, make everything durable and put it in place of the target.
 
         Raises:
-            CheckpointError: a write or rename failed, or a link is in the way; the target is as it was, or, from the commit
-                point on, as it will be once it is loaded from or saved to again.
+            CheckpointError: a write or rename failed, or a link is in the way. The message says if some files of the
+                target were already replaced; otherwise the target is unchanged.
         """
         try:
-            if self.target.is_dir():
-                refuse_link(self.target / _COMMIT)
-                _refuse_linked_folders(self.target, {*manifest.files, *_files_of(self.target)})
             with naming(self.path / MANIFEST), open(self.path / MANIFEST, "wb") as file:
                 file.write(manifest.to_bytes())
-            # Before the rename: it may reach the disk first, and after a power failure name files that have no content.
+            with naming(self.target):
+                stale = (_files_of(self.target) | _rivals(self.target, manifest)) - set(manifest.files)
+            self.put_in_place(MANIFEST, stale)
+        finally:
+            self.discard()
+
+    def put_in_place(self, last: str, stale: Collection[str]) -> None:
+        """Make the staged files durable, then rename the folder or replace the target's files.
+
+        Args:
+            last: the staged file that is replaced last.
+            stale: files of an existing target to remove.
+
+        Raises:
+            CheckpointError: see `publish`.
+        """
+        names = [path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if path.is_file()]
+        self._state = ""
+        try:
+            # Must run before the rename, which can reach the disk first: after a power failure the
+            # folder would name files without content.
             sync_tree(self.path)
-            self.target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.rename(self.path, self.target)
             except OSError:
                 if not self.target.is_dir() or self.target.is_symlink():
                     raise
-                os.rename(self.path, self.target / _COMMIT)
-                # The commit point is durable before a single old file is touched: from there on only the new ones are whole.
-                _sync(self.target)
-                _roll_forward(self.target)
+                self._replace_files(names, stale, last)
             else:
                 _sync(self.target.parent)
         except OSError as error:
-            is_committed = (self.target / _COMMIT).is_dir()
-            rest = "; its new files are complete, the next load or save moves them" if is_committed else ""
-            raise CheckpointError(f"{self.target} could not be put in place: {error}{rest}") from error
-        finally:
-            self.discard()
+            raise CheckpointError(f"{self.target} could not be put in place: {error}{self._state}") from error
+
+    def _replace_files(self, names: Collection[str], stale: Collection[str], last: str) -> None:
+        _refuse_linked_folders(self.target, {*names, *stale})
+        for folder in _folders(self.target, names):
+            folder.mkdir(parents=True, exist_ok=True)
+        gates = [name for name in _GATES if name in names and name != last]
+        mixed = f". It {MIXED}, and loads reject it. Save again, or remove it"
+        for name in gates:
+            (self.target / name).unlink(missing_ok=True)
+            self._state = mixed
+        # Weights last: weights without a manifest would load as a plain model folder.
+        for name in sorted(names, key=lambda name: (kind_of(name) is not None, name)):
+            if name != last and name not in gates:
+                os.replace(self.path / name, self.target / name)
+                self._state = mixed
+        for name in stale:
+            (self.target / name).unlink(missing_ok=True)
+        for name in gates:
+            os.replace(self.path / name, self.target / name)
+        for folder in _folders(self.target, stale):
+            with contextlib.suppress(OSError):  # it still holds files
+                folder.rmdir()
+        # All other names must be durable before the manifest, which vouches for them.
+        for folder in [*_folders(self.target, names), self.target]:
+            _sync(folder)
+        os.replace(self.path / last, self.target / last)
+        self._state = ". Its new files are complete, but a power failure may lose them"
+        _sync(self.target)
 
     def discard(self) -> None:
-        """Remove what is staged and let go of the lock. Safe to call again, and after `publish`."""
+        """Remove the staging folder and release its lock. May be called again, and after `publish`."""
         if self._lock >= 0:
-            # While it is locked: the next owner may have staged its files there as soon as the lock is gone.
+            # Must run under the lock: a job that finds the folder unlocked takes it for a dead job's.
             shutil.rmtree(self.root, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 
 
-def recover(target: str | os.PathLike[str], locked: bool = False) -> None:
-    """Finish a save into an existing folder that was interrupted after its commit point; else nothing.
+class Occupancy:
+    """A folder that one training job at a time uses, by a lock on a file in it.
 
-    Raises:
-        CheckpointError: it is still going on, the folder cannot be written, or a link is in the way.
+    The lock ends with the process; forked children do not hold it.
     """
-    target = Path(target)
-    commit = target / _COMMIT
-    refuse_link(commit)
-    if not commit.is_dir():
-        return
-    held = -1
-    try:
-        if not locked:
-            root = target / SUFFIX
-            root.mkdir(exist_ok=True)
-            taken = _lock(root)
-            if taken is None:
-                raise _taken(root)
-            held = taken[0]
-            if not commit.is_dir():  # who had the lock before has finished it
-                return
-        _roll_forward(target)
-        if not locked:
-            shutil.rmtree(target / SUFFIX, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} was being replaced when its job was killed; the new files are in {commit} and could not be moved into "
-            f"place: {error}"
-        ) from error
-    finally:
-        if held >= 0:
-            os.close(held)
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Take the lock.
+
+        Raises:
+            CheckpointError: another job holds it, or the folder cannot be written.
+        """
+        self._path = Path(folder) / OCCUPIED
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            while (fd := self._try_lock()) is None:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"another job is training into {self._path.parent} right now, and each would remove the other's "
+                        "checkpoints. Give each job its own output folder, or wait for the other to end"
+                    )
+                time.sleep(_PATIENCE_S / 20)
+        except OSError as error:
+            raise CheckpointError(f"{self._path.parent} cannot be written: {error}") from error
+        self._fd = fd
+
+    def _try_lock(self) -> int | None:
+        refuse_link(self._path)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            # lockf, not flock: a data loader's worker that outlives the job must not hold the lock.
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last owner may have removed the file between open and lock.
+            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(fd)):
+                return fd
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except OSError:
+            return fd  # the file system has no locks
+        os.close(fd)
+        return None
+
+    def leave(self) -> None:
+        """Release the lock. May be called again."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()  # under the lock, or it could be the next owner's file
+            os.close(self._fd)
+            self._fd = -1
 
 
 def verify(
     folder: str | os.PathLike[str], *, threads: int | None = None, progress: Callable[[int], None] | None = None
 ) -> Manifest:
-    """Check every byte of a checkpoint against its manifest; first finish a replacement that was interrupted.
+    """Check every byte of a checkpoint against its manifest.
 
     Args:
-        threads: default: the processors this process may use, at most 8. One buffer of 8 MiB each.
-        progress: called with the bytes checked since the last call, from any thread.
+        folder: the checkpoint.
+        threads: number of threads, each with a buffer of 8 MiB. Default: the available processors, at most 8.
+        progress: called with the number of bytes checked since the last call, from any thread.
 
     Returns:
-        The manifest: `files` by name, `facts` (world size, stage, …), `total_bytes`.
+        The manifest: `files`, `facts` (world size, stage, …), `total_bytes`.
 
     Raises:
-        CheckpointError: names the file that is missing, short, or altered, or says that there is no manifest.
+        CheckpointError: a file is missing, too short or altered, or there is no manifest.
     """
-    recover(folder)
     folder = Path(folder)
     manifest = check_sizes(folder)
     count = max(1, threads if threads is not None else min(8, len(os.sched_getaffinity(0))))
@@ -212,142 +264,32 @@ def verify(
     return manifest
 
 
-@contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A folder of other makers' files: an empty one, beside `target`, that becomes it when the block ends well.
-
-    Of what `target` held, only what the block puts into the new folder is left.
-    Killed between the two renames, the older content comes back with the next call.
-
-    Raises:
-        CheckpointError: another job replaces it, it cannot be written, or a link is in the way.
-    """
-    root = target.parent / f".{target.name}{_EXPORT_SUFFIX}"
-    older, staged = root / "older", root / "staged"
-    with naming(target):
-        refuse_link(root)
-        root.mkdir(parents=True, exist_ok=True)
-        held = _lock(root)
-    if held is None:
-        raise CheckpointError(f"another export to {target} is going on")
-    try:
-        for path in (older, staged):
-            refuse_link(path)
-        with naming(target):
-            if older.is_dir() and not target.exists():
-                os.rename(older, target)
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir()
-            yield staged
-            if target.exists():
-                shutil.rmtree(older, ignore_errors=True)
-                os.rename(target, older)
-            os.rename(staged, target)
-        shutil.rmtree(older, ignore_errors=True)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-        with contextlib.suppress(OSError):  # `older` is still there where a rename failed
-            root.rmdir()
-        os.close(held[0])
+def remove_left_overs(folder: str | os.PathLike[str]) -> None:
+    """Remove the staging folders of dead jobs directly inside `folder`."""
+    with contextlib.suppress(OSError):  # a folder that may not be listed
+        _remove_dead(Path(folder).glob(f".*{SUFFIX}*"))
 
 
-def link_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Hard links in `target`, or copies where the file system has no links."""
-    for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source / name, target / name, follow_symlinks=False)
-        except OSError:
-            shutil.copy2(source / name, target / name, follow_symlinks=False)
-
-
-class Occupancy:
-    """A folder that one job at a time works in. A file in it is locked while the job lives; forked children do not hold it."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Take it.
-
-        Raises:
-            CheckpointError: another job has it.
-        """
-        self._path = Path(folder) / OCCUPIED
-        deadline = time.monotonic() + _PATIENCE_S
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # lockf: a forked child (a worker of a data loader) that outlives the job does not hold the lock.
-            while (held := _lock(self._path, os.O_RDWR | os.O_CREAT, fcntl.lockf)) is None:
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"another job is training into {self._path.parent} right now: the two would drop each other's "
-                        "checkpoints. Give each an output folder of its own, or wait for the other to end"
-                    )
-                time.sleep(_PATIENCE_S / 20)  # or its last owner has just removed the file
-        except OSError as error:
-            raise CheckpointError(f"{self._path.parent} cannot be written: {error}") from error
-        self._fd = held[0]
-
-    def leave(self) -> None:
-        """Give it up. Safe to call again."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                self._path.unlink()  # while it is locked, or it would be the file of who comes next
-            os.close(self._fd)
-            self._fd = -1
-
-
-def remove_left_overs(folder: str | os.PathLike[str], but: Path | None = None) -> None:
-    """Staging folders directly inside `folder` whose job is dead; not `but`."""
-    with contextlib.suppress(OSError):  # a parent that may not be listed
-        for root in Path(folder).glob(f".*{SUFFIX}"):
-            with contextlib.suppress(CheckpointError, OSError):
-                held = None if root == but else _lock(root)
-                if held is not None:
-                    # Locked, so nobody's; who has just made it, and not locked it yet, makes it again.
-                    if held[1]:  # else there is no telling whether its job lives
-                        shutil.rmtree(root, ignore_errors=True)
-                    os.close(held[0])
+def is_being_saved(folder: Path) -> bool:
+    """Return whether `folder` holds a staging folder."""
+    return any(folder.glob(f"{SUFFIX}*"))
 
 
 def refuse_link(path: Path) -> None:
-    """Raises:
-    CheckpointError: `path` is a symbolic link.
-    """
+    """Raise a CheckpointError if `path` is a symbolic link."""
     if path.is_symlink():
         raise CheckpointError(
-            f"{path} is a symbolic link (to {os.readlink(path)!r}), where a folder or file of its own is expected: what it "
-            "leads to is nothing that a checkpoint may write, move or remove. Remove the link, or choose another folder"
+            f"{path} is a symbolic link (to {os.readlink(path)!r}). A checkpoint writes only inside its own folder. "
+            "Remove the link, or choose another folder"
         )
-
-
-def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
-    """No folder on the way from `target` to these files is a link."""
-    for folder in _folders(target, names):
-        refuse_link(folder)
-
-
-def _files_of(target: Path) -> set[str]:
-    """What the checkpoint in `target` says it consists of; nothing where there is none, or a damaged one.
-
-    Without what lies in our own folder inside of it: a stranger's manifest may name what is about to be moved out of there.
-
-    Raises:
-        OSError: the disk fails: its files would stay beside those of the next one.
-    """
-    try:
-        files = Manifest.read(target).files
-        return {name for name in files if PurePosixPath(name).parts[0] != _COMMIT}
-    except CheckpointError as error:
-        if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None
-        return set()
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A disk that fails in here is told of with the file: the system's own message often lacks it.
+    """Turn an OSError into a CheckpointError that names the file.
 
     Raises:
-        CheckpointError: in place of an OSError.
+        CheckpointError: in place of an OSError, whose own message often lacks the file.
     """
     try:
         yield
@@ -355,110 +297,84 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
-def _lock(
-    path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY, take: Callable[[int, int], object] = fcntl.flock
-) -> tuple[int, bool] | None:
-    """A folder (or file), open and locked, and whether its file system has locks; None where another job has it, or it is gone.
+def sync_tree(folder: Path) -> None:
+    """Fsync `folder`, and every file and folder below it."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
 
-    `filelock` would not do: it locks a file beside, which stays or can be removed by others, where here the folder itself is
-    what must still be the same one afterwards.
+
+def _new_root(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Create and lock a staging folder. Returns its path and the descriptor that holds the lock."""
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
+        try:
+            fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # removed as a left-over before it was locked
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process is removing it as a left-over
+            os.close(fd)
+            continue
+        except OSError:  # the file system has no locks
+            return root, fd
+        if root.exists():
+            return root, fd
+        os.close(fd)
+
+
+def _remove_dead(roots: Iterable[Path]) -> list[Path]:
+    """Remove staging folders that no process holds a lock on. Returns the others."""
+    live = []
+    for root in roots:
+        try:
+            fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # gone, a link, or another user's
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(root, ignore_errors=True)
+        except BlockingIOError:
+            live.append(root)
+        except OSError:
+            pass  # without locks a live job cannot be told from a dead one
+        finally:
+            os.close(fd)
+    return live
+
+
+def _literal(name: str) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _files_of(target: Path) -> set[str]:
+    """Return the files that the target's manifest lists; none if it is missing or damaged.
 
     Raises:
-        CheckpointError: it is a link, or somebody else's.
-        OSError: it cannot be opened.
+        OSError: the disk fails, and stale files could not be found.
     """
-    refuse_link(path)
-    fd = -1
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW, 0o644)
-        _refuse_others(path, fd)
-        take(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Its last owner may have removed it between the opening and the lock: then the lock is on a folder that nobody finds.
-        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
-            return fd, True
-    except (FileNotFoundError, BlockingIOError):
-        pass
-    except CheckpointError:
-        os.close(fd)
-        raise
-    except OSError:
-        if fd < 0:
-            refuse_link(path)  # it has become one
-            raise
-        return fd, False  # better unguarded than not at all
-    if fd >= 0:
-        os.close(fd)
-    return None
-
-
-def _refuse_others(path: Path, fd: int) -> None:
-    """In a folder that all users share (`/tmp`), somebody else may have made it, and could change what is put into it.
-
-    Anywhere else only those can have made it who may move whatever lies there.
-    """
-    shared, found = os.stat(path.parent), os.fstat(fd)
-    if shared.st_mode & stat.S_ISVTX and shared.st_mode & stat.S_IWOTH and found.st_uid != os.geteuid():
-        raise CheckpointError(
-            f"{path} belongs to another user (number {found.st_uid}), who could change what is put there, in a folder that all "
-            "users share: take a folder of your own"
-        )
-
-
-def _taken(root: Path) -> CheckpointError:
-    return CheckpointError(
-        f"another job is saving to {root.parent if root.name == SUFFIX else root.parent / root.name[1 : -len(SUFFIX)]} right "
-        "now: give each job an output folder of its own"
-    )
-
-
-def _roll_forward(target: Path) -> None:
-    """Move the committed files into place. May be repeated from any point."""
-    commit = target / _COMMIT
-    if not (commit / MANIFEST).exists():  # it is the last to be moved: only the empty shell is left
-        shutil.rmtree(commit, ignore_errors=True)
-        return
-    # The target's manifest is the old one until the end: what of the old files may go is known on every repetition.
-    manifest, older = Manifest.read(commit), _files_of(target)
-    moved = []
-    for path in commit.rglob("*"):
-        refuse_link(path)
-        if path.is_file():
-            moved.append(path.relative_to(commit).as_posix())
-    _refuse_linked_folders(target, {*moved, *manifest.files, *older})
-    # Without its configuration nobody takes the folder for a model: a reader that comes between fails, and gets no mix.
-    gates = [name for name in _GATES if name in moved]
-    for name in gates:
-        (target / name).unlink(missing_ok=True)
-    for name in moved:
-        if name != MANIFEST and name not in gates:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(commit / name, target / name)
-    stale = (older | _rivals(target, manifest)) - set(manifest.files)
-    for name in stale:
-        (target / name).unlink(missing_ok=True)
-    for name in gates:
-        os.replace(commit / name, target / name)
-    for folder in _folders(target, stale):
-        with contextlib.suppress(OSError):  # others have files there
-            folder.rmdir()
-    # All names before the manifest's: it says that all of them are there, and ends every repetition.
-    for folder in [*_folders(target, manifest.files), target]:
-        _sync(folder)
-    os.replace(commit / MANIFEST, target / MANIFEST)
-    _sync(target)
-    shutil.rmtree(commit, ignore_errors=True)
-
-
-def _folders(target: Path, names: Iterable[str]) -> list[Path]:
-    """The folders below `target` that hold these files, the deepest first."""
-    found = {target / parent for name in names for parent in PurePosixPath(name).parents if parent.name}
-    return sorted(found, key=lambda folder: -len(folder.parts))
+        files = Manifest.read(target).files
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        return set()
+    return {name for name in files if not PurePosixPath(name).parts[0].startswith(SUFFIX)}
 
 
 def _rivals(target: Path, manifest: Manifest) -> set[str]:
-    """Older weights that a reader of the folder would take for those of this save. Other kinds stay, with a warning."""
+    """Return older weights that readers would take for those of this save; warn of other kinds."""
+    if not target.is_dir():
+        return set()
     folders = {PurePosixPath(name).parent for name in manifest.files if kind_of(name) is not None}
-    present = [(folder / path.name).as_posix() for folder in folders for path in (target / folder).iterdir()]
+    present = [
+        (folder / path.name).as_posix()
+        for folder in folders
+        if (target / folder).is_dir()
+        for path in (target / folder).iterdir()
+    ]
     same, other = stale_weights(present, manifest.files)
     written = {kind_of(name) for name in manifest.files}
     pickles = [name for name, kind in other.items() if kind.removeprefix("pickled ") in written]
@@ -472,23 +388,16 @@ def _rivals(target: Path, manifest: Manifest) -> set[str]:
     return {*same, *pickles}
 
 
-def _empty(fd: int) -> None:
-    """The folder that is open as `fd`, whatever its name has come to mean since."""
-    with os.scandir(fd) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in found:
-        if not is_folder:
-            os.unlink(name, dir_fd=fd)
-        else:
-            shutil.rmtree(name, dir_fd=fd)
+def _folders(target: Path, names: Iterable[str]) -> list[Path]:
+    """Return the folders below `target` that hold these files, the deepest first."""
+    found = {target / parent for name in names for parent in PurePosixPath(name).parents if parent.name}
+    return sorted(found, key=lambda folder: -len(folder.parts))
 
 
-def sync_tree(folder: Path) -> None:
-    """Every file and folder below, and `folder` itself, is on disk afterwards."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
+def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
+    """Raise if a folder between `target` and one of these files is a link."""
+    for folder in _folders(target, names):
+        refuse_link(folder)
 
 
 def _sync(path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Kinds of weight files, by name: which files in a folder or repository a new upload, export or save makes stale.
+"""Kinds of weight files: which existing files a new save, export or upload makes stale.
 
-`from_pretrained` prefers `model.safetensors` to an index and its shards, and adds an adapter to whatever it loads. A file that
-an older export left can therefore replace or change the new weights. Variants (`model.fp16.safetensors`) are loaded on request
-only, so they have no kind here.
+`from_pretrained` prefers `model.safetensors` to an index and its shards, and adds an adapter to
+whatever it loads. A file that an older export left can therefore replace or change the new weights.
+Variants (`model.fp16.safetensors`) are loaded on request only and have no kind here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = {
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a file's weights; None for any other file."""
+    """Return the kind of a weight file; None for any other file."""
     last = PurePosixPath(name).name
     return next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(last)), None)
 
@@ -36,7 +36,7 @@ def stale_weights(present: Iterable[str], new: Collection[str]) -> tuple[list[st
         new: names of the files that will be written. Folders without new weights are not compared.
 
     Returns:
-        Existing files of the same kind that no new file replaces by its name; existing files of another kind, with it.
+        Existing files of the same kind that no new file replaces; existing files of another kind -> that kind.
     """
     kinds: dict[PurePosixPath, set[str]] = {}
     for name in new:
@@ -61,13 +61,10 @@ def refuse_other_weights(
     where: str,
     remedy: str = "Choose another repository or revision, or overwrite=True to remove these files",
 ) -> None:
-    """
-    Raises:
-        ConfigError: names the files of another kind that a reader would load instead of the new weights, or with them.
-    """
+    """Raise a ConfigError if files of another kind would be loaded instead of the new weights, or with them."""
     _, other = stale_weights(present, new)
     if other:
-        kinds = " and ".join(sorted({f"a {kind}" if kind != "adapter" else "an adapter" for kind in other.values()}))
+        kinds = " and ".join(sorted({f"{'an' if kind == 'adapter' else 'a'} {kind}" for kind in other.values()}))
         named = ", ".join([*other][:4]) + (", …" if len(other) > 4 else "")
         raise ConfigError(
             f"{where} holds {kinds} ({named}), and the new weights are of another kind: a reader would mix the two. {remedy}"

@@ -1,6 +1,6 @@
-"""Reading a checkpoint: every rank its own byte ranges, each compared with the manifest's digests as it comes in.
+"""Load a checkpoint: every rank reads its own byte ranges and compares them with the manifest's digests.
 
-The folder may have been written at any world size and stage, or be a plain `from_pretrained` folder (weights only).
+The folder may come from any world size and stage, or be a plain `from_pretrained` folder (weights only).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from .files import Field, read_json
-from .folder import recover
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
 from .ranges import MASTER, OptimizerState, Parameters, ParameterState, Range, Reader, ranges_of
 from .safetensors import Stored
@@ -30,35 +29,34 @@ from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
 from .weights import Located, WeightFormat, checked_header, find_weights, persistent_buffers
 
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
-_MOST_STEPS = 2**53
-"""Beyond, float64 does not count."""
-_MOST_DIMS = 16
-"""Of a tensor of one element."""
+_MOST_STEPS = 2**53  # larger counts are not exact in float64
+_MOST_DIMS = 16  # of a tensor of one element
 _ADDED = {"initial_lr", "param_names", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Options that torch's schedulers and named parameters add to groups: the run at hand need not have them yet."""
+"""Options that schedulers and named parameters of torch add to groups: this run may not have them yet."""
 
 
 class Loading:
-    """A load under way, all of it collective. Nothing is executed, no pickle is read.
+    """A running load. Methods are collectives unless they say otherwise. No code is executed, no pickle read.
+
+    Attributes:
+        folder: the checkpoint.
+        manifest: its manifest; None for a plain model folder.
+        verifies: whether digests are compared.
 
     Raises:
-        CheckpointError: on every rank, naming the file: missing, cut short, altered, or of another model.
+        CheckpointError: on every rank, with the file: missing, cut short, altered, or of another model.
     """
 
     def __init__(self, wire: SoloWire, folder: str | os.PathLike[str], *, verify: bool = True) -> None:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        # A block of its own: the others read the manifest after rank 0 has put the files in place, not while it does.
-        with on_all_ranks(wire, self._what):
-            if wire.rank == 0:
-                recover(self.folder)
         with on_all_ranks(wire, self._what):
             self.manifest = self._open()
         self.verifies = verify
         self._reader = Reader(self.folder, self.manifest if verify else None)
         if verify:
-            with on_all_ranks(wire, self._what):  # files that are not read range by range, shared out over the ranks
+            with on_all_ranks(wire, self._what):  # the ranks share the files that are not read by range
                 files = {} if self.manifest is None else self.manifest.files
                 rest = {name: file for name, file in files.items() if not name.endswith(".safetensors")}
                 for name, segments in share(Manifest(rest), wire.rank, wire.size).items():
@@ -66,35 +64,40 @@ class Loading:
 
     @property
     def bytes_read(self) -> int:
-        """By this rank, so far."""
+        """Return the bytes that this rank has read so far."""
         return self._reader.bytes_read
 
     def _open(self) -> Manifest | None:
         if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} is no folder: expected a checkpoint")
+            raise CheckpointError(f"{self.folder} is not a folder. Give the folder of a checkpoint")
         if not (self.folder / MANIFEST).exists():
             ours = (f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}", "zero_state.json")
             if any((self.folder / name).exists() for name in ours):
                 raise CheckpointError(
-                    f"{self.folder / MANIFEST} is missing, but there is optimizer state or the like: this is a checkpoint "
-                    "that is not whole. Take another one, or move the weights to a folder of their own"
+                    f"{self.folder / MANIFEST} is missing, but the folder holds training state: the checkpoint is incomplete. "
+                    "Load another one, or move its weights to a folder without training state"
                 )
             return None
         return check_sizes(self.folder)
 
     def find(self, stem: str) -> dict[str, Stored]:
-        """The weights of `stem` (see `find_weights`) in this folder. Without communication."""
+        """Return the weights of `stem` (see `find_weights`). No communication."""
         return find_weights(self.folder, stem, self.manifest, verify=self.verifies).tensors
-
-    # Weights --------------------------------------------------------------------------------------------------------
 
     def weights(
         self, parameters: Parameters, model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
     ) -> Located:
-        """Parameters into the masters, buffers into the model. The caller refreshes what is made of the masters.
+        """Load parameters into the masters and buffers into the model. The caller updates copies of the masters.
 
         Args:
+            parameters: of the model.
+            model: the model.
+            form: the names of its weights.
+            strict: raise unless keys and shapes are exactly the model's.
             folder: inside the checkpoint, of a further model.
+
+        Returns:
+            What was found, and what is missing or unexpected.
         """
         with on_all_ranks(self._wire, self._what):
             stored = {
@@ -130,20 +133,18 @@ class Loading:
         return located
 
     def read_whole(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Small tensors, on CPU. Without communication."""
+        """Read small tensors to CPU memory. No communication."""
         try:
             return {key: self._reader.whole(place) for key, place in stored.items()}
         finally:
             self._reader.close()
 
-    # Optimizer ------------------------------------------------------------------------------------------------------
-
     def has_optimizer(self, folder: str = OPTIMIZER_FOLDER) -> bool:
-        """Whether the checkpoint holds optimizer state; the same on every rank."""
+        """Return whether the checkpoint holds optimizer state; the same on every rank."""
         return self.manifest is not None and f"{folder}/{OPTIMIZER_INDEX}" in self.manifest.files
 
     def marks(self, folder: str = OPTIMIZER_FOLDER) -> dict[str, str]:
-        """By parameter that has optimizer state here: what of it is one value for the parameter, as text. A collective."""
+        """Return the scalar states of each parameter that has optimizer state, as text."""
         if not self.has_optimizer(folder):
             return {}
         with on_all_ranks(self._wire, self._what):
@@ -156,8 +157,10 @@ class Loading:
             }
 
     def _index(self, folder: str) -> tuple[Path, Field]:
-        """Raises:
-        CheckpointError: naming the file, and the key of what cannot be.
+        """Read and check the optimizer's index.
+
+        Raises:
+            CheckpointError: with the file and the key of an impossible value.
         """
         path = self.folder / folder / OPTIMIZER_INDEX
         body = read_json(path)
@@ -168,7 +171,7 @@ class Loading:
         listed = {name for group in index["groups"].items() for name in group["params"].texts()}
         for name, entry in index["parameters"].entries():
             if name not in listed:
-                raise CheckpointError(f"{path}: {entry.key} is the state of a parameter that no group holds")
+                raise CheckpointError(f"{path}: {entry.key} is the state of a parameter that is in no group")
             if entry.value is None:
                 continue
             entry["shape"].shape()
@@ -182,24 +185,24 @@ class Loading:
         return path, index
 
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
-        """The optimizer's state and its groups' options."""
+        """Load the optimizer's state and its groups' options."""
         with torch.no_grad(), on_all_ranks(self._wire, self._what):
             if not self.has_optimizer(folder) or self.manifest is None:
                 raise CheckpointError(
-                    f"{self.folder} holds no optimizer state ({folder}/{OPTIMIZER_INDEX}): it was saved without, or is no "
-                    "checkpoint of hf_zero. Load with load_optimizer=False to go on with a fresh optimizer"
+                    f"{self.folder} holds no optimizer state ({folder}/{OPTIMIZER_INDEX}): it was saved without, or not by "
+                    "hf_zero. Load with load_optimizer=False to continue with a fresh optimizer"
                 )
             path, index = self._index(folder)
             groups = index["groups"].items()
             if [group["params"].texts() for group in groups] != [group["params"] for group in optimizer.groups]:
                 raise CheckpointError(
-                    f"{path}: the optimizer groups hold other parameters than this run's: it is of another model, of one "
-                    "with other parameters frozen, or of optimizers in another order"
+                    f"{path}: the optimizer groups hold other parameters than this run's. Build the same model, freeze the "
+                    "same parameters, and pass optimizers in the same order"
                 )
             _check_kind(path, index.value, optimizer)
             options = [_options(group, place, optimizer) for place, group in enumerate(groups)]
-            self._tell_kind(path, index.value.get("optimizer"), optimizer, options)
-            # The states that a parameter has if it has any; none where that depends on options that will be others.
+            self._warn_of_kind(path, index.value.get("optimizer"), optimizer, options)
+            # The states of a parameter that has any; unknown if they depend on options that change.
             changes = any(
                 key in mine and bool(mine[key]) != bool(value)
                 for mine, saved in zip(optimizer.groups, options)
@@ -222,12 +225,12 @@ class Loading:
             self._reader.read(
                 Range(states[state][name], piece.start, piece.source) for state, (name, piece) in optimizer.room(saved)
             )
-        # After the block, so on all ranks or none: values may be in place already, but options and what states there are change
-        # only where every rank has read all of them.
+        # Must follow the block, which raises on all ranks or none: options and states change only if every
+        # rank has read all of them.
         with torch.no_grad():
             optimizer.put(options)
 
-    def _tell_kind(
+    def _warn_of_kind(
         self, path: Path, theirs: Any, optimizer: OptimizerState, options: Sequence[Mapping[str, Any]]
     ) -> None:
         if theirs in (None, optimizer.kind) or self._wire.rank != 0:
@@ -239,14 +242,14 @@ class Loading:
             if value != mine.get(key)
         }
         warnings.warn(
-            f"{path} holds the state of {theirs}, and this run's optimizer is {optimizer.kind}: it takes over "
-            f"{sorted(optimizer.names() or ())} and all options, of which these were others: {changed}",
+            f"{path} holds the state of {theirs}, and this run's optimizer is {optimizer.kind}. It continues with "
+            f"{sorted(optimizer.names() or ())} and all saved options; these change: {changed}",
             stacklevel=2,
         )
 
 
 def _check_kind(path: Path, index: dict[str, Any], optimizer: OptimizerState) -> None:
-    """The state is one of such an optimizer; of another class it may be where all of it has a place here."""
+    """Check that the state fits the optimizer. Another class is accepted if it has the same states and options."""
     theirs, mine, groups = index.get("optimizer"), optimizer.kind, optimizer.groups
     if theirs == mine or theirs is None:
         return
@@ -260,15 +263,15 @@ def _check_kind(path: Path, index: dict[str, Any], optimizer: OptimizerState) ->
         raise CheckpointError(
             f"{path} holds the state of {theirs} ({sorted(states)}, options {sorted(index['groups'][0])}), and this run's "
             f"optimizer is {mine}: its state does not fit. Build the run with {theirs}, or load with "
-            "load_optimizer=False to go on with a fresh optimizer"
+            "load_optimizer=False to continue with a fresh optimizer"
         )
 
 
 def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, Any]:
-    """A group's options as they are to be.
+    """Return the options to set in a group.
 
     Raises:
-        CheckpointError: names the option that this run's group does not have, or the value that it cannot have.
+        CheckpointError: the run's group does not have an option, or cannot have its value.
     """
     group = optimizer.groups[place]
     options = {}
@@ -284,7 +287,7 @@ def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, A
                 continue
             raise CheckpointError(
                 f"{entry.path}: {entry.key} is an option that this run's {optimizer.kind} does not have; it has "
-                f"{sorted(set(group) - {'params'})}. Where a scheduler adds it, build that before loading; or load with "
+                f"{sorted(set(group) - {'params'})}. If a scheduler adds it, build that before loading; or load with "
                 "load_optimizer=False"
             )
         mine, value = group.get(key), _value(entry)
@@ -295,12 +298,12 @@ def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, A
         options[key] = unscalar(entry.value, mine)
     reason = optimizer.refusal(place, options)
     if reason is not None:
-        raise CheckpointError(f"{saved.path}: {saved.key} cannot be: {optimizer.kind} says {reason}")
+        raise CheckpointError(f"{saved.path}: {saved.key} is refused by {optimizer.kind}: {reason}")
     return options
 
 
 def _value(entry: Field) -> Any:
-    """A value that `saving.scalar` wrote; of a tensor, the number in it."""
+    """Check a value that `save.scalar` wrote. Returns it, or the number in a tensor."""
     found = entry.value
     if isinstance(found, list):
         for item in entry.items():
@@ -329,11 +332,18 @@ def _saved(
     is_whole: bool,
     needed: set[str],
 ) -> ParameterState:
-    """What the checkpoint has of one parameter's state and is wanted here.
+    """Return a parameter's saved state.
+
+    Args:
+        path: the index.
+        spec: of the parameter.
+        entry: of the parameter in the index.
+        states: state -> parameter -> where it is stored.
+        is_whole: states may have shapes other than the parameter's.
+        needed: the states that a parameter must have if it has any.
 
     Raises:
-        CheckpointError: a file lacks it, or its shape is not that of the parameter (`is_whole`: it may have its own); or
-            it is not all that is needed.
+        CheckpointError: a file lacks a state, a shape differs, or a needed state is missing.
     """
     there = {*entry["states"], *entry["scalars"]}
     lacking = set() if is_whole or not there - {MASTER} else needed - there
@@ -353,7 +363,7 @@ def _saved(
                 raise CheckpointError(f"{path.parent} lacks the state {state!r} of {spec.name!r}")
         elif source is None or source.shape != spec.shape:
             raise CheckpointError(
-                f"{path.parent}/{state}.safetensors: {spec.name!r} of shape {spec.shape} expected, found "
+                f"{path.parent}/{state}.safetensors: expected {spec.name!r} of shape {spec.shape}, found "
                 f"{None if source is None else source.shape}"
             )
         arrays[state] = (source.dtype, source.shape)
@@ -363,7 +373,7 @@ def _saved(
 
 
 def unscalar(value: Any, like: Any) -> Any:
-    """The inverse of `saving.scalar`; an option's tuples by the example of `like`."""
+    """Invert `save.scalar`. A list becomes a tuple if `like`, the run's own option, is one."""
     if isinstance(value, dict) and "tensor" in value:
         shape, dtype = value.get("shape", []), dtype_of(value["dtype"])
         one = value["tensor"]

@@ -1,11 +1,12 @@
-"""`zero_manifest.json`: every file of a checkpoint, its size and the digests of its bytes. A folder without one is none.
+"""`zero_manifest.json`: every file of a checkpoint, its size and digests. A folder without it is no checkpoint.
 
     {"format": "hf_zero", "version": 1, "world_size": 2, "stage": 3, …,
      "files": {"model.safetensors": {"size": 1234, "segments": [[0, 96, "91ab…"], [96, 1138, "c03f…"]]}, …},
      "digest": "…"}
 
-Segments lie end to end and cover the file: each is what one rank wrote at one go, at most `SEGMENT_BYTES`. Digests are XXH3
-(64 bits, https://xxhash.com); `digest` is that of the manifest's other content, as compact JSON with sorted keys.
+Segments are contiguous and cover the file. Each is what one rank wrote at once, at most `SEGMENT_BYTES`.
+Digests are XXH3 (64 bits, https://xxhash.com). `digest` covers the manifest's other content, as compact
+JSON with sorted keys.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ Segment = tuple[int, int, str]
 
 
 def digest_of(data: Any) -> str:
-    """XXH3-64 of a bytes-like object, as 16 hexadecimal digits."""
+    """Return the XXH3-64 of a bytes-like object, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """One file: its size, and segments that cover it."""
+    """A file's size, and segments that cover it."""
 
     size: int
     segments: tuple[Segment, ...]
 
     @staticmethod
     def of(size: int, segments: Iterable[Segment], name: str) -> FileDigest:
-        """From segments in any order.
+        """Build from segments in any order.
 
         Raises:
             CheckpointError: they overlap, or leave bytes out.
@@ -54,7 +55,7 @@ class FileDigest:
         ordered = tuple(sorted(segments))
         at = 0
         for start, length, _ in ordered:
-            # End to end, none empty: a reader looks its segment up by bisection, and would neither read nor check a gap.
+            # Readers find segments by bisection: they would neither read nor check a gap.
             if start != at or length <= 0:
                 raise CheckpointError(f"{name}: bytes {at} to {start} of {size} are covered by no segment, or by two")
             at = start + length
@@ -65,17 +66,23 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The content of a checkpoint.
+
+    Attributes:
+        files: name relative to the folder, with forward slashes -> size and digests.
+        facts: world size, stage and the like, for people and for a Trainer that resumes. Loads do not need them.
+    """
 
     files: dict[str, FileDigest]
     facts: dict[str, Any] = field(default_factory=dict)
-    """World size, stage and the like: to be read by people and by a Trainer that resumes, never needed to load."""
 
     @property
     def total_bytes(self) -> int:
+        """Return the size of all files together."""
         return sum(file.size for file in self.files.values())
 
     def to_bytes(self) -> bytes:
+        """Return the manifest's file."""
         body = {
             **self.facts,
             "format": _FORMAT,
@@ -87,23 +94,23 @@ class Manifest:
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> Manifest:
-        """The manifest of `folder`, its own digest checked; no other file is opened.
+        """Read the manifest of `folder` and check its own digest. Opens no other file.
 
         Raises:
-            CheckpointError: missing, altered, or not one that this version knows.
+            CheckpointError: it is missing or altered, or of a version that this code does not know.
         """
         path = inside(folder, MANIFEST)
         try:
             text = read_bounded(path, MAX_JSON_BYTES)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is missing: {folder} is no complete checkpoint (a save that did not finish leaves none)"
+                f"{path} is missing: {folder} is no complete checkpoint (an unfinished save leaves no manifest)"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         try:
             body = parse_json(text)
-            # Not a byte may differ from what was written, be it one that means nothing (a space, the case of an escape).
+            # Every byte must be as written, also those without meaning (a space, the case of an escape).
             altered = _canonical(body) != text
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: it is not valid JSON ({error})") from None
@@ -116,9 +123,9 @@ def _canonical(body: Any) -> bytes:
 
 def _parse(path: Path, body: Any, altered: bool) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is no manifest of hf_zero")
+        raise CheckpointError(f"{path} is not a manifest of hf_zero")
     check_version(path, body, _VERSION)
-    digest = body.pop("digest", None)  # it cannot be part of what it is the digest of
+    digest = body.pop("digest", None)  # not part of the content that it covers
     if altered or digest != digest_of(_canonical(body)):
         raise CheckpointError(f"{path} is damaged: its digest does not match its content")
     files = body.pop("files", None)
@@ -128,8 +135,8 @@ def _parse(path: Path, body: Any, altered: bool) -> Manifest:
     for name, entry in files.items():
         check_name(path, name)
         try:
-            segments = [(_natural(a), _natural(b), str(c)) for a, b, c in entry["segments"]]
-            out[name] = FileDigest.of(_natural(entry["size"]), segments, f"{path}: {name}")
+            segments = [(_size(a), _size(b), str(c)) for a, b, c in entry["segments"]]
+            out[name] = FileDigest.of(_size(entry["size"]), segments, f"{path}: {name}")
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: its entry {name!r} is malformed ({error})") from None
         if any(length > SEGMENT_BYTES for _, length, _ in segments):
@@ -137,11 +144,17 @@ def _parse(path: Path, body: Any, altered: bool) -> Manifest:
     return Manifest(out, {k: v for k, v in body.items() if k not in ("format", "version")})
 
 
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
 def check_version(path: Path, body: Any, known: int) -> None:
-    """Refuse a JSON object of a later version. Fields are added without a new one: readers pass over those they do not know.
+    """Refuse a JSON object of a later version. New fields do not change the version: readers ignore unknown ones.
 
     Raises:
-        CheckpointError: naming the file, the version it has and the one that this reader knows.
+        CheckpointError: with the file, the version found and the known one.
     """
     found = body.get("version") if isinstance(body, dict) else None
     if type(found) is not int or found < 1:
@@ -150,17 +163,11 @@ def check_version(path: Path, body: Any, known: int) -> None:
         raise CheckpointError(f"{path}: expected version {known}, found {found}: update hf_zero")
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no size")
-    return value
-
-
 def check_name(path: Path, name: str) -> None:
     """Refuse a file name that leads out of the folder, or that no file can have.
 
     Raises:
-        CheckpointError: naming the list that holds it, and the name.
+        CheckpointError: with the list `path` that holds the name, and the name.
     """
     pure = PurePosixPath(name)
     odd = "\\" in name or "\0" in name or any("\ud800" <= char <= "\udfff" for char in name)
@@ -168,11 +175,8 @@ def check_name(path: Path, name: str) -> None:
         raise CheckpointError(f"{path}: the file name {name!r} leads out of the folder or is malformed")
 
 
-# Checking -----------------------------------------------------------------------------------------------------------
-
-
 def digest_file(path: Path) -> FileDigest:
-    """Digests of a file as it is on disk now."""
+    """Compute the digests of a file as it is on disk now."""
     with open(open_plain(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         buffer = memoryview(bytearray(min(size, SEGMENT_BYTES)))
@@ -185,10 +189,10 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> Manifest:
-    """The manifest of `folder`; every file in it is there and of its size. No content is read but the manifest's.
+    """Read the manifest of `folder`, and check that every file exists with its size. Reads no other content.
 
     Raises:
-        CheckpointError: names the file that is missing, has another size or is elsewhere, or says that there is no manifest.
+        CheckpointError: a file is missing, has another size or lies elsewhere, or there is no manifest.
     """
     manifest = Manifest.read(folder)
     for name, file in manifest.files.items():
@@ -205,22 +209,27 @@ def check_sizes(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def check_segment(path: Path, segment: Segment, data: Any) -> None:
-    """Raises CheckpointError where `data`, read from `segment` of `path`, is not what was written."""
+    """Raise a CheckpointError if `data`, read from `segment` of `path`, has another digest."""
     start, length, expected = segment
     if digest_of(data) != expected:
         raise CheckpointError(
-            f"{path} is damaged: bytes {start} to {start + length} are not those that were written (digest mismatch). Take "
+            f"{path} is damaged: bytes {start} to {start + length} are not those that were saved (digest mismatch). Take "
             "an older checkpoint, or restore the file from a copy"
         )
 
 
 def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int], None] = lambda _: None) -> None:
-    """Read segments of one file and compare digests, `done(bytes)` after each; one buffer of memory.
+    """Read segments of a file and compare their digests. Uses one buffer.
+
+    Args:
+        path: the file.
+        segments: from the manifest.
+        done: called with the bytes of each segment after its check.
 
     Raises:
-        CheckpointError: naming the file and the bytes.
+        CheckpointError: with the file and the bytes.
     """
-    buffer = memoryview(mmap.mmap(-1, SEGMENT_BYTES))  # of this thread
+    buffer = memoryview(mmap.mmap(-1, SEGMENT_BYTES))
     try:
         fd = open_plain(path)
     except OSError as error:
@@ -236,7 +245,7 @@ def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int]
 
 
 def share(manifest: Manifest, part: int, parts: int) -> dict[str, list[Segment]]:
-    """Every `parts`-th run of segments, for checking together: all parts make the whole."""
+    """Return the segments that one of `parts` workers checks, by file. All parts together are all segments."""
     out: dict[str, list[Segment]] = {}
     stride = max(1, -(-sum(len(f.segments) for f in manifest.files.values()) // (parts * 16)))
     index = 0

@@ -1,8 +1,8 @@
-"""Byte ranges of one rank, between the files of a folder and its memory, with the digest of every stretch of bytes.
+"""Move byte ranges between the files of a folder and this rank's memory, with a digest per segment.
 
-What a checkpoint sees of a run are elements of named parameters, and the arrays they are read from and written into:
-`Parameters` and `OptimizerState`, implemented where units and shards are known. A `Writer` notes the digests of what it writes;
-a `Reader` compares what it reads with those of the manifest.
+A checkpoint sees a run as elements of named parameters, and the arrays that hold them. The engine
+implements these protocols, `Parameters` and `OptimizerState`. A `Writer` computes the digests of what
+it writes; a `Reader` compares what it reads with the manifest's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from .manifest import SEGMENT_BYTES, Manifest, Segment, check_segment, digest_of
 from .safetensors import Stored, read_fully, start_writeback, write_fully
 
 MASTER = "master"
-"""The state that a master finer than its parameter is stored as."""
-
+"""The optimizer state that stores a master of higher precision than its parameter."""
 
 Held = tuple[str, Extent[Values]]
-"""A parameter's first name, and elements of it: 1-D views of this rank's memory, or of its disk. "Here" is the parameter."""
+"""A parameter's first name, and some of its elements: 1-D views of this rank's memory or disk. `here` is in the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The optimizer's state of one parameter: the arrays by type and shape only, the rest by value."""
+    """The optimizer's state of one parameter.
+
+    Attributes:
+        shape: the parameter's.
+        arrays: state -> dtype and shape.
+        scalars: state -> value, for states that are one value per parameter.
+    """
 
     shape: tuple[int, ...]
-    """The parameter's."""
     arrays: Mapping[str, tuple[str, tuple[int, ...]]]
     scalars: Mapping[str, Any]
 
@@ -48,20 +52,23 @@ class ParameterState:
 class Parameters(Protocol):
     """The parameters of one model, by their first names."""
 
-    def spec(self, name: str) -> ParamSpec: ...
+    def spec(self, name: str) -> ParamSpec:
+        """Return shape and dtypes of a parameter."""
+        ...
 
     def written(self, rank: int, size: int) -> Iterable[Held]:
-        """The pieces of each master that this rank writes: over all ranks, every element once."""
+        """Return the pieces of each master that this rank writes. All ranks together write every element once."""
         ...
 
     def held(self) -> Iterable[Held]:
-        """The pieces of each master that this rank has, to be filled."""
+        """Return the pieces of each master that this rank holds and a load fills."""
         ...
 
     def shares(self, name: str) -> Iterable[tuple[int, Extent[Callable[[], Tensor]]]]:
-        """Which rank has which elements of one parameter, the same on every rank. Only the rank itself may call the source.
+        """Return which rank holds which elements of a parameter; the same on every rank.
 
-        It answers with a 1-D tensor of the master's type, and raises a ZeroError where the values cannot be read.
+        Only the rank itself may call the source, which returns a 1-D tensor of the master's dtype, or raises a ZeroError
+        if the values cannot be read.
         """
         ...
 
@@ -71,60 +78,62 @@ class OptimizerState(Protocol):
 
     @property
     def kind(self) -> str:
-        """The name of the optimizer's class."""
+        """Return the name of the optimizer's class."""
         ...
 
     @property
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """The options of each group, and under `params` the parameters' names."""
+        """Return the options of each group, with the parameters' names under `params`."""
         ...
 
     def names(self) -> set[str] | None:
-        """The states that a parameter has after a step; None where that cannot be known."""
+        """Return the states that a parameter has after a step; None if unknown."""
         ...
 
     def refusal(self, group: int, options: Mapping[str, Any]) -> str | None:
-        """Why the optimizer would not have been built with such options; None where it would, or cannot say."""
+        """Return why the optimizer's constructor refuses these options; None if it does not, or if unknown."""
         ...
 
     def added(self) -> set[str]:
-        """The options that a step adds to the groups."""
+        """Return the options that a step adds to the groups."""
         ...
 
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
-        """The parameters that are trained; whether the arrays of their states have shapes of their own."""
+        """Yield each trained parameter, and whether its state arrays have shapes other than the parameter's."""
         ...
 
     def written(self, rank: int, size: int) -> Mapping[str, Iterable[Held]]:
-        """State -> the pieces that this rank writes. Every state is named, also where this rank writes nothing.
+        """Return state -> the pieces that this rank writes. Includes states of which it writes nothing.
 
         Raises:
-            CheckpointError: a state that cannot be stored by parameter.
+            CheckpointError: a state cannot be stored by parameter.
         """
         ...
 
     def described(self) -> Mapping[str, ParameterState]:
-        """By parameter, the state there is."""
+        """Return the existing state, by parameter."""
         ...
 
     def room(self, saved: Mapping[str, ParameterState]) -> Iterable[tuple[str, Held]]:
-        """Memory for a saved state: the state, and a piece to be filled. The optimizer keeps its own until `put`."""
+        """Allocate memory for a saved state. Returns (state, piece to fill). The optimizer keeps its own until `put`."""
         ...
 
     def put(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """What `room` gave becomes the optimizer's state, `options` those of its groups."""
+        """Make the memory of `room` the optimizer's state, and `options` those of its groups."""
         ...
 
 
 _DIRECT_BYTES = 1 << 20
-"""From here on a range is written from where it lies; smaller ones are put together first."""
+"""Ranges of at least this size are written from their own memory; smaller ones are joined first."""
 _AHEAD_BYTES = 48 << 20
+"""Bytes that the kernel reads ahead."""
 _LARGE_BYTES = 256 << 10
+"""Smaller ranges are not announced to the kernel."""
 
 
 @dataclass(slots=True)
 class Range:
-    """Elements of a stored tensor, from its element `start`, and the memory (1-D, any type, wherever it rests) for them."""
+    """Elements of a stored tensor, from its element `start`, and their memory: 1-D, of any dtype, on any tier."""
 
     stored: Stored
     start: int
@@ -132,35 +141,36 @@ class Range:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In the file."""
+        """Return the dtype in the file."""
         return dtype_of(self.stored.dtype)
 
     @property
     def offset(self) -> int:
-        """The first byte in the file."""
+        """Return the first byte in the file."""
         return self.stored.start + self.start * self.dtype.itemsize
 
     @property
     def length(self) -> int:
-        """Bytes in the file."""
+        """Return the number of bytes in the file."""
         return self.values.numel() * self.dtype.itemsize
 
 
 def ranges_of(held: Iterable[Held], places: Mapping[str, Sequence[Extent[Stored]]]) -> Iterator[Range]:
-    """Where a rank's pieces of parameters lie in files.
+    """Yield the byte ranges of a rank's pieces of parameters.
 
     Args:
-        places: parameter -> where its elements are stored; "here" is the parameter.
+        held: the pieces.
+        places: parameter -> where files store its elements; `here` is in the parameter.
     """
     for name, piece in held:
-        for place in places.get(name, ()):
-            stored, mine = place.cut(piece.start, piece.stop), piece.cut(place.start, place.stop)
+        for extent in places.get(name, ()):
+            stored, mine = extent.cut(piece.start, piece.stop), piece.cut(extent.start, extent.stop)
             if stored is not None and mine is not None:
                 yield Range(stored.source, stored.source_start, mine.source[mine.there])
 
 
 class _Files:
-    """Files that are open from their first use on, and a buffer."""
+    """Files that are opened at their first use, and a buffer."""
 
     def __init__(self, done: str, open_file: Callable[[Path], int]) -> None:
         self._done, self._open_file = done, open_file
@@ -185,7 +195,7 @@ class _Files:
 
 
 class Reader(_Files):
-    """Reads a folder's files, checked against its manifest where there is one. One buffer of memory or two."""
+    """Reads files of a folder and checks them against its manifest, if there is one. Uses one or two buffers."""
 
     def __init__(self, folder: Path, manifest: Manifest | None) -> None:
         super().__init__("read", open_plain)
@@ -195,10 +205,9 @@ class Reader(_Files):
         self.bytes_read = 0
 
     def read(self, ranges: Iterable[Range]) -> None:
-        """In file order; the disk is kept busy with what comes next while this rank checks and copies."""
+        """Fill ranges in file order, while the kernel reads the next ones ahead."""
         items = sorted(ranges, key=lambda item: (item.stored.file, item.offset))
-        ahead = 0  # items that the kernel was told to fetch, and their bytes beyond the one at hand
-        waiting_bytes = 0
+        ahead, waiting_bytes = 0, 0  # items announced to the kernel, and their bytes beyond the current one
         try:
             for index, item in enumerate(items):
                 while ahead < len(items) and (waiting_bytes < _AHEAD_BYTES or ahead <= index):
@@ -217,24 +226,29 @@ class Reader(_Files):
             self.close()
 
     def whole(self, stored: Stored) -> Tensor:
-        """One tensor, in its own type and shape, on CPU."""
+        """Read a complete tensor, in its stored dtype and shape, to CPU memory."""
         value = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device="cpu")
         self._fill_elements(Range(stored, 0, value.view(-1)))
         return value
 
     def _fill_elements(self, item: Range) -> None:
-        dtype, place = item.dtype, item.values
-        if not place.numel():
+        dtype, values = item.dtype, item.values
+        if not values.numel():
             return
-        if isinstance(place, Tensor) and place.dtype == dtype and place.device.type == "cpu" and place.is_contiguous():
-            self._fill(item.stored.file, item.offset, bytes_of(place))
+        if (
+            isinstance(values, Tensor)
+            and values.dtype == dtype
+            and values.device.type == "cpu"
+            and values.is_contiguous()
+        ):
+            self._fill(item.stored.file, item.offset, bytes_of(values))
             return
         step = SEGMENT_BYTES // dtype.itemsize
-        for start in range(0, place.numel(), step):
-            part = place[start : start + step]
-            landing = self._scratch[: part.numel() * dtype.itemsize]
-            self._fill(item.stored.file, item.offset + start * dtype.itemsize, bytes_of(landing))
-            part.copy_(landing.view(dtype))
+        for start in range(0, values.numel(), step):
+            part = values[start : start + step]
+            buffer = self._scratch[: part.numel() * dtype.itemsize]
+            self._fill(item.stored.file, item.offset + start * dtype.itemsize, bytes_of(buffer))
+            part.copy_(buffer.view(dtype))
 
     def _fill(self, path: Path, offset: int, out: memoryview) -> None:
         if self._manifest is None:
@@ -242,14 +256,14 @@ class Reader(_Files):
             return
         file = self._manifest.files.get(path.relative_to(self._folder).as_posix())
         if file is None:
-            raise CheckpointError(f"{path} is not in the manifest: it is of another save")
+            raise CheckpointError(f"{path} is not in the manifest: it belongs to another save")
         stop = offset + len(out)
         index = bisect_right(file.segments, offset, key=lambda segment: segment[0]) - 1
         while index < len(file.segments) and file.segments[index][0] < stop:
             segment = file.segments[index]
             begin, end = max(offset, segment[0]), min(stop, segment[0] + segment[1])
             part = out[begin - offset : end - offset]
-            # Straight to where it belongs; a digest that does not fit is raised for, so nobody goes on with what is there then.
+            # Without a copy: a wrong digest raises, so the values are not used.
             if len(part) == segment[1]:
                 self._pread(path, begin, part)
                 check_segment(path, segment, part)
@@ -264,7 +278,7 @@ class Reader(_Files):
     def _checked(self, path: Path, segment: Segment) -> memoryview:
         data = bytes_of(self._segment)[: segment[1]]
         if self._cached != (path, segment):
-            self._cached = None  # should the read or the check fail, the buffer is of neither segment
+            self._cached = None  # if the read or the check fails, the buffer holds neither segment
             self._pread(path, segment[0], data)
             check_segment(path, segment, data)
             self._cached = (path, segment)
@@ -276,14 +290,14 @@ class Reader(_Files):
 
 
 class Writer(_Files):
-    """Writes into files that are there, of their final size."""
+    """Writes into existing files of their final size, and computes digests."""
 
     def __init__(self) -> None:
         super().__init__("written", lambda path: os.open(path, os.O_WRONLY))
         self._segments: dict[Path, list[Segment]] = {}
 
     def write(self, ranges: Iterable[Range]) -> None:
-        """In file order; neighbours that are small go out together."""
+        """Write ranges in file order. Small neighbours are joined into one write."""
         waiting: list[Range] = []
         waiting_bytes, end = 0, 0
         for item in sorted(ranges, key=lambda item: (item.stored.file, item.offset)):
@@ -303,11 +317,7 @@ class Writer(_Files):
             self._write_together(waiting, waiting_bytes)
 
     def finish(self) -> dict[Path, list[Segment]]:
-        """Everything written is on disk afterwards.
-
-        Returns:
-            The digests, by file.
-        """
+        """Fsync all files. Returns the digests of what was written, by file."""
         try:
             for path, fd in self._fds.items():
                 try:
@@ -329,19 +339,20 @@ class Writer(_Files):
 
     def _write_together(self, items: list[Range], total: int) -> None:
         if len(items) == 1:
-            return self._write_direct(items[0])
+            self._write_direct(items[0])
+            return
         scratch, at = self._scratch, 0
         for item in items:
-            # Slices of the scratch need not be aligned for their type: bytes are copied.
+            # As bytes: slices of the buffer need not be aligned for the dtype.
             source = fetch(item.values).to(item.dtype)
             scratch[at : at + item.length].copy_(source.contiguous().view(torch.uint8))
             at += item.length
-        return self._put(items[0].stored.file, items[0].offset, scratch[:total])
+        self._put(items[0].stored.file, items[0].offset, scratch[:total])
 
     def _put(self, path: Path, offset: int, values: Tensor) -> None:
         fd = self._fd(path)
         data = bytes_of(values.contiguous())
-        # Of the memory that is written, at once: of the file, read back, it would vouch for what a bad disk made of it.
+        # Of the memory, not of the file read back: that digest would vouch for what a bad disk stored.
         digest = digest_of(data)
         write_fully(fd, data, offset, path)
         start_writeback(fd, offset, len(data))
@@ -349,15 +360,15 @@ class Writer(_Files):
 
 
 def copy_to(values: Values, target: Tensor) -> Tensor:
-    """`values`, wherever they rest, into `target` (as long; any type and device).
+    """Copy `values` from any tier into `target`, which has the same length and any dtype and device.
 
     Raises:
-        TierError: they rest on disk and could not be read.
+        TierError: values on disk could not be read.
     """
     return values.read_into(target) if isinstance(values, OnDisk) else target.copy_(values.detach())
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D CPU tensor, whose storage may still be resized once this is gone."""
+    """Return the memory of a contiguous 1-D CPU tensor. Does not keep its storage from being resized."""
     array: Any = memory_of(values)
     return memoryview(array)

@@ -1,6 +1,6 @@
-"""The bytes of safetensors files: where each tensor lies, headers as the reference writer makes them, ranges moved whole.
+"""Bytes of safetensors files: headers as the reference writer makes them, tensor offsets, complete reads and writes.
 
-Headers are checked by the reference reader, which refuses hostile ones; here only the offsets are taken out of them.
+The reference reader checks headers and refuses hostile ones; this module only takes the offsets.
 
 Format: https://github.com/huggingface/safetensors#format. A little-endian u64 header length, a JSON object
 `{"name": {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}`, then the tensors' bytes, row-major.
@@ -35,7 +35,7 @@ _NAMES = {
     "F8_E8M0": "float8_e8m0fnu", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32",
     "U32": "uint32", "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
 }  # fmt: skip
-"""Types in files -> those of torch, in the reference writer's own order: it puts the last of them first."""
+"""Types in files -> those of torch, in the reference writer's order: it writes the last type first."""
 _CODES = {name: code for code, name in _NAMES.items()}
 _RANK = {code: place for place, code in enumerate(_NAMES)}
 
@@ -51,7 +51,7 @@ def _code(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a file: torch dtype name, shape, absolute byte range."""
+    """A tensor of a file: torch dtype name, shape, absolute byte range."""
 
     file: Path
     dtype: str
@@ -62,11 +62,15 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds. `tensors` in payload order."""
+    """The tensors of a file, in payload order.
+
+    Attributes:
+        header_bytes: where the payload begins.
+    """
 
     tensors: dict[str, Stored]
     metadata: dict[str, str] = field(default_factory=dict)
-    header_bytes: int = 0  # where the payload begins
+    header_bytes: int = 0
     file_bytes: int = 0
 
 
@@ -75,12 +79,17 @@ def build_header(
     metadata: Mapping[str, str] | None = None,
     path: str | os.PathLike[str] = "",
 ) -> tuple[bytes, Header]:
-    """The first bytes of a file `path` with the tensors `(key, dtype, shape)`, and where each of them goes.
+    """Return the first bytes of a file, and where each tensor goes.
 
     Bytes equal those of `safetensors.torch.save_file`, given the same tensors and metadata.
 
+    Args:
+        entries: (key, dtype, shape) of each tensor.
+        metadata: free text.
+        path: the file, for the header's tensors.
+
     Raises:
-        CheckpointError: two tensors of one name; a type that safetensors does not have.
+        CheckpointError: a duplicate key, or a type that safetensors does not have.
     """
     listed = [(key, _code(dtype), dtype, tuple(shape)) for key, dtype, shape in entries]
     listed.sort(key=lambda item: (-_RANK[item[1]], item[0].encode()))
@@ -91,7 +100,7 @@ def build_header(
     for key, code, dtype, shape in listed:
         stop = offset + itemsize(dtype) * math.prod(shape)
         if key in table:
-            raise CheckpointError(f"two tensors are called {key!r} in one file")
+            raise CheckpointError(f"duplicate tensor {key!r} in one file")
         table[key] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
@@ -100,7 +109,7 @@ def build_header(
 
 
 def sampled(tensors: Mapping[str, Stored]) -> str:
-    """Return a digest of names, types, shapes and a few bytes in the middle of each tensor: other weights give another.
+    """Return a digest of names, types, shapes and 64 bytes in the middle of each tensor, which identifies weights.
 
     Raises:
         OSError: a file cannot be read.
@@ -121,18 +130,19 @@ def sampled(tensors: Mapping[str, Stored]) -> str:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The header of a file that may be hostile.
+    """Read the header of a file that may be hostile.
 
     Raises:
-        CheckpointError: naming the file and what is wrong: missing, too short, no header, ranges that overlap, leave gaps
-            or do not end with the file, a shape that does not fit its range, an unknown type.
+        CheckpointError: the file is missing or too short; ranges overlap, leave gaps or do not end with the file; a shape
+            does not fit its range; a type is unknown.
     """
     path = Path(path)
     try:
         with open(open_plain(path), "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
-            # All that follows trusts the table for this: no overlaps, no gaps, ranges that fit shapes and end with the file.
-            with safe_open(path, framework="numpy"):  # refuses whatever is not a whole and plain file
+            # Must succeed before the table is used: no overlaps, no gaps, ranges that fit shapes and end
+            # with the file. By descriptor: the path could name another file by now.
+            with safe_open(f"/proc/self/fd/{file.fileno()}", framework="numpy"):
                 pass
             (length,) = struct.unpack("<Q", file.read(8))
             table = parse_json(file.read(length))
@@ -140,7 +150,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise CheckpointError(f"{path} is missing") from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} has {file_bytes} bytes and is cut short, or no safetensors file: {error}"
+            f"{path} has {file_bytes} bytes and is cut short, or not a safetensors file: {error}"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -151,7 +161,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _header(path: Path, table: dict[str, Any], base: int, file_bytes: int) -> Header:
-    """Of a table that is known to be sound, whose offsets count from byte `base`."""
+    """Build from a checked table, whose offsets count from byte `base`."""
     metadata = table.get("__metadata__") or {}
     tensors = {
         key: Stored(path, _NAMES[entry["dtype"]], tuple(entry["shape"]), base + begin, base + end)
@@ -163,32 +173,29 @@ def _header(path: Path, table: dict[str, Any], base: int, file_bytes: int) -> He
     return Header(ordered, metadata, base, file_bytes)
 
 
-# Bytes --------------------------------------------------------------------------------------------------------------
-
-
 def read_fully(fd: int, out: memoryview, offset: int, path: Path) -> None:
-    """Fill `out` from byte `offset`, going on after short reads.
+    """Fill `out` from byte `offset`; continue after short reads.
 
     Raises:
-        CheckpointError: the file ends before, or the read fails.
+        CheckpointError: the file is too short, or the read fails.
     """
-    done = _moved("reading", lambda part, at: os.preadv(fd, [part], at), out, offset, path)
+    done = _transfer("reading", lambda part, at: os.preadv(fd, [part], at), out, offset, path)
     if done < len(out):
-        raise CheckpointError(f"{path} is cut short: {len(out)} bytes expected at {offset}, {done} are there")
+        raise CheckpointError(f"{path} is cut short: expected {len(out)} bytes at {offset}, found {done}")
 
 
 def write_fully(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write `data` at byte `offset`, going on after short writes.
+    """Write `data` at byte `offset`; continue after short writes.
 
     Raises:
         CheckpointError: the write fails (disk full, device error).
     """
-    if _moved("writing", lambda part, at: os.pwrite(fd, part, at), data, offset, path) < len(data):
-        raise CheckpointError(f"{path}: writing {len(data)} bytes at {offset} made no progress: is the disk full?")
+    if _transfer("writing", lambda part, at: os.pwrite(fd, part, at), data, offset, path) < len(data):
+        raise CheckpointError(f"{path}: writing {len(data)} bytes at {offset} made no progress. Check for a full disk")
 
 
-def _moved(doing: str, call: Callable[[memoryview, int], int], data: memoryview, offset: int, path: Path) -> int:
-    """How many bytes, until all are or `call` moves none."""
+def _transfer(doing: str, call: Callable[[memoryview, int], int], data: memoryview, offset: int, path: Path) -> int:
+    """Repeat `call` until all bytes are transferred or it transfers none. Returns the number of bytes."""
     done = 0
     while done < len(data):
         try:
@@ -206,7 +213,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Let the disk begin on bytes that were written, so that an fsync later finds little to do; where Linux has it."""
+    """Start writing dirty pages to disk (Linux only), so that a later fsync finds little to do."""
     call = getattr(_LIBC, "sync_file_range", None)
     if call is not None:
         call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)

@@ -1,12 +1,12 @@
-"""One checkpoint, written by all ranks at once: every rank its own byte ranges of the final files, nothing gathered.
+"""Save a checkpoint: every rank writes its own byte ranges of the final files, without gathering.
 
-    with Saving(wire, folder) as saving:        # staged beside the target, see `folder`
-        saving.weights(parameters, draw)        # rank 0 says what the files are, each rank notes its ranges
+    with Saving(wire, folder) as saving:        # creates the staging folder, see `folder`
+        saving.weights(parameters, draw)        # rank 0 creates the files, each rank collects its ranges
         saving.optimizer(state, max_shard_size=limit)
-        saving.commit()                         # write, fsync, manifest, rename
+        saving.commit()                         # write, fsync, manifest, put in place
 
-Rank 0 decides and creates files; the others write into them. All steps are collectives and fail on all ranks together.
-With `freeze()` before, the values are copied first and `commit` may run in another thread over a wire of its own.
+All steps are collectives and fail on all ranks together. After `freeze()`, which copies the values,
+`commit` may run in another thread over a wire of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,30 +38,39 @@ from .weights import Drawing, Entry, WeightFile, split_files
 
 OPTIMIZER_FOLDER = "optimizer"
 OPTIMIZER_INDEX = "optimizer.json"
-_UNWATCHED = {MANIFEST, "README.md"}  # a model card is for people to edit
+_UNLISTED = {MANIFEST, "README.md"}  # users may edit a model card
 _SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
 def optimizer_folder(index: int) -> str:
-    """The folder in a checkpoint of one of several optimizers."""
+    """Return the folder of one of several optimizers."""
     return f"{OPTIMIZER_FOLDER}_{index}" if index else OPTIMIZER_FOLDER
 
 
 @dataclass(slots=True)
 class _Conversion:
-    """Tensors that rank 0 computes from whole parameters, when its turn comes."""
+    """Tensors that rank 0 computes from complete parameters, one conversion at a time.
+
+    Attributes:
+        convert: maps the sources' values to tensors by key; on rank 0.
+        places: where to write them; on rank 0.
+    """
 
     parameters: Parameters
     sources: tuple[str, ...]
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None  # on rank 0
-    places: Mapping[str, Stored]  # by key; on rank 0
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None
+    places: Mapping[str, Stored]
 
 
 class Saving:
-    """A save under way.
+    """A running save.
+
+    Attributes:
+        target: the folder that will be written.
+        folder: the staging folder. Files that other code writes here before `commit` become part of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank: another job saves to `target`, it cannot be written, or ranks do not share it.
+        CheckpointError: on every rank: another job is saving to `target`, or it cannot be written.
     """
 
     def __init__(self, wire: SoloWire, target: str | os.PathLike[str], **facts: Any) -> None:
@@ -73,24 +81,21 @@ class Saving:
         self._segments: dict[Path, list[Segment]] = {}
         self._promised_bytes = 0
         self._staging = Staging(target)
-        # A name that no other job has: a folder of the same path may be there on another node's own disk.
-        nonce = f".nonce-{secrets.token_hex(8)}"
         self.target = self._staging.target
         try:
             with on_all_ranks(wire, f"saving to {self.target}") as report:
                 if wire.rank == 0:
                     self._staging.open()
-                    (self._staging.root / nonce).touch()
-                    report.mine = str(self._staging.path), str(self._staging.root / nonce)
-            folder, token = report.everyone[0]
-            sees = wire.exchange(os.path.exists(token))
+                    report.mine = str(self._staging.path)
+            folder = report.everyone[0]
+            # The name is random: a rank that finds it shares rank 0's file system.
+            sees = wire.exchange(os.path.exists(folder))
         except BaseException:
             self._staging.discard()
             raise
         self.folder = Path(folder)
-        """Where to write: files that other code puts here before `commit` become part of the checkpoint."""
+        # Ranks on nodes that do not see rank 0's folder: they send it their bytes.
         self._blind = [rank for rank, seen in enumerate(sees) if not seen]
-        """Ranks on nodes that do not see rank 0's folder: they send it their bytes."""
 
     def __enter__(self) -> Saving:
         return self
@@ -102,22 +107,22 @@ class Saving:
             self.discard()
 
     def discard(self) -> None:
-        """Give up: nothing of it stays, the target is as it was."""
+        """Remove everything staged; the target is unchanged."""
         self._ranges.clear()
         self._conversions.clear()
         self._staging.discard()
 
-    # What is to be written ------------------------------------------------------------------------------------------
-
     def weights(self, parameters: Parameters, draw: Callable[[], Drawing], folder: str = "") -> None:
-        """Parameters and buffers. `draw` is called on rank 0 and may write further files beside the weights.
+        """Add parameters and buffers.
 
         Args:
+            parameters: of the model.
+            draw: called on rank 0; may write further files next to the weights.
             folder: inside the checkpoint, of a further model.
         """
         with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
             if self._wire.rank == 0:
-                # No graph: between a forward and its backward a look at a weight would bring it in, on this rank alone.
+                # Without a graph: in a graph, reading a released weight would gather it on this rank alone.
                 with naming(self.folder), torch.no_grad():
                     (self.folder / folder).mkdir(exist_ok=True)
                     drawing = draw()
@@ -140,7 +145,7 @@ class Saving:
     def optimizer(
         self, optimizer: OptimizerState, *, max_shard_size: int | str, folder: str = OPTIMIZER_FOLDER
     ) -> None:
-        """The optimizer's state: one set of files per state, named and shaped as the parameters; scalars in JSON."""
+        """Add the optimizer's state: files per state, with the parameters' names and shapes; scalars as JSON."""
         with on_all_ranks(self._wire, f"saving optimizer state to {self.target}") as report:
             held = optimizer.written(self._wire.rank, self._wire.size)
             out: dict[str, dict[str, list[Extent[Stored]]]] = {}
@@ -160,41 +165,40 @@ class Saving:
             if states != answers[0][1]:
                 raise CheckpointError(
                     f"saving optimizer state to {self.target}: rank 0's optimizer has the states {answers[0][1]}, "
-                    f"rank {rank}'s {states}: not every rank has made the same steps"
+                    f"rank {rank}'s {states}. Make the same steps on every rank"
                 )
         for state, places in answers[0][0].items():
             self._ranges += ranges_of(held[state], places)
 
     def _create(self, file: WeightFile, folder: str = "") -> list[tuple[Entry, Stored]]:
-        """Rank 0: the file with its header, at its final size. Returns where its tensors lie."""
+        """Create a file with its header, at its final size, on rank 0. Returns where its tensors lie."""
         path = self.folder / folder / file.name
         head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata, path)
-        self._promised_bytes += header.file_bytes  # the files are sparse: what they will take is still counted as free
+        self._promised_bytes += header.file_bytes  # the files are sparse: the system still counts their bytes as free
         stat = os.statvfs(self.folder)
         if self._promised_bytes > stat.f_bavail * stat.f_frsize:
             raise CheckpointError(
                 f"{self.target}: the files up to {path.relative_to(self.folder)} need {self._promised_bytes} bytes, the disk "
-                f"has {stat.f_bavail * stat.f_frsize} left: free some, or save elsewhere"
+                f"has {stat.f_bavail * stat.f_frsize} left. Free some space, or save to another disk"
             )
         with naming(path), open(path, "wb") as out:
             out.write(head)
-            # Its final size before any rank opens it: they write at offsets, and none may cut what another has written.
+            # Must have its final size before ranks write at offsets: none may truncate what another wrote.
             out.truncate(header.file_bytes)
         for start in range(0, len(head), SEGMENT_BYTES):
             part = head[start : start + SEGMENT_BYTES]
             self._segments.setdefault(path, []).append((start, len(part), digest_of(part)))
         return [(entry, header.tensors[entry.key]) for entry in file.entries]
 
-    # Writing --------------------------------------------------------------------------------------------------------
-
     def freeze(self, side: SoloWire, slab: Tensor | None = None) -> Tensor:
-        """Copy everything to host memory now; `commit` then talks over `side` and may run in another thread.
+        """Copy all values to host memory. `commit` then uses `side` and may run in another thread.
 
-        Costs the bytes this rank writes (on rank 0 also all converted tensors, until they are written).
+        Takes as much memory as this rank writes; rank 0 also holds all converted tensors until they are written.
 
         Args:
-            slab: what an earlier call returned, used again where it is large enough: most of the time of a copy into new
-                memory is the page faults.
+            side: a wire for `commit`.
+            slab: the memory that an earlier call returned, reused if it is large enough. Page faults take most of the time
+                of a copy into new memory.
 
         Returns:
             The memory that holds the copies.
@@ -202,7 +206,7 @@ class Saving:
         if self._blind:
             self.discard()
             raise CheckpointError(
-                f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}: use a shared "
+                f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}. Use a shared "
                 "file system, or save synchronously"
             )
         with on_all_ranks(self._wire, f"copying what is to be saved to {self.target}"):
@@ -223,7 +227,7 @@ class Saving:
         return memory
 
     def commit(self) -> None:
-        """Write all bytes, make them durable, and let the checkpoint appear."""
+        """Write all bytes, make them durable, and put the checkpoint in place."""
         what = f"saving to {self.target}"
         writer = Writer()
         try:
@@ -236,22 +240,22 @@ class Saving:
                     writer.write(made)
             for rank in self._blind:
                 self._receive(rank, writer)
-            # Every rank has fsynced its bytes when this exchange is over; rank 0 commits after it, and syncs only what it sees.
+            # Must end before rank 0 publishes: every rank has fsynced its bytes then.
             with on_all_ranks(self._wire, what) as report:
                 report.mine = writer.finish()
             with on_all_ranks(self._wire, what):
                 if self._wire.rank == 0:
-                    self._seal(report.everyone)
+                    self._publish(report.everyone)
         finally:
             writer.close()
             self.discard()
 
     @property
     def is_blind(self) -> bool:
-        """Whether this rank does not see `folder`: what it wrote there is on a disk of its own."""
+        """Return whether this rank does not see rank 0's `folder`; what it wrote there is on its own disk."""
         return self._wire.rank in self._blind
 
-    def _seal(self, written: Sequence[dict[Path, list[Segment]]]) -> None:
+    def _publish(self, written: Sequence[dict[Path, list[Segment]]]) -> None:
         segments = dict(self._segments)
         for theirs in written:
             for path, items in theirs.items():
@@ -259,8 +263,8 @@ class Saving:
         files = {}
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
-            if path.is_file() and name not in _UNWATCHED:
-                # Digests are of what ranks had in memory: what a disk made of it is found when it is read, not signed here.
+            if path.is_file() and name not in _UNLISTED:
+                # Digests of memory, where ranks wrote: a disk that altered bytes is found by the next load.
                 known = segments.get(path)
                 files[name] = (
                     digest_file(path) if known is None else FileDigest.of(path.stat().st_size, known, str(path))
@@ -268,8 +272,8 @@ class Saving:
         self._staging.publish(Manifest(files, {"hf_zero": __version__, "world_size": self._wire.size, **self._facts}))
 
     def _convert(self, conversion: _Conversion) -> list[Range]:
-        """A collective: whole sources to rank 0, which computes the tensors."""
-        whole: dict[str, Tensor] = {}
+        """Send complete sources to rank 0, which computes the tensors. A collective."""
+        sources: dict[str, Tensor] = {}
         failure: ZeroError | None = None
         for name in conversion.sources:
             spec = conversion.parameters.spec(name)
@@ -280,27 +284,27 @@ class Saving:
                 if self._wire.rank == rank:
                     try:
                         mine = part.source()
-                    except ZeroError as error:  # rank 0 waits for something all the same
+                    except ZeroError as error:  # rank 0 waits for the bytes in any case
                         failure = failure or error
                         mine = torch.zeros(part.numel, dtype=dtype, device="cpu")
                 self._wire.carry(mine, value[part.here], rank)
             if self._wire.rank == 0:
-                whole[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
+                sources[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
         out: list[Range] = []
-        # The failure waits until here: a rank that left the loop above would leave rank 0 in a `carry`.
+        # Raised only here: a rank that left the loop above would leave rank 0 waiting in `carry`.
         with on_all_ranks(self._wire, f"converting weights for {self.target}"):
             if failure is not None:
                 raise failure
-            made = conversion.convert(whole) if conversion.convert is not None else {}
-            whole.clear()
+            made = conversion.convert(sources) if conversion.convert is not None else {}
+            sources.clear()
             for key, stored in conversion.places.items():
                 out.append(Range(stored, 0, made[key].detach().contiguous().view(-1).cpu()))
         return out
 
     def _receive(self, rank: int, writer: Writer) -> None:
-        """A collective of all: rank 0 writes what `rank`, on another node, sends in bounded pieces.
+        """Receive the bytes of `rank`, on another node, in bounded pieces; rank 0 writes them. A collective.
 
-        Where one of the two fails it goes on sending or taking in, for which the other would wait.
+        After a failure both sides continue to send and receive, because the other one waits for it.
         """
         failure: ZeroError | None = None
         mine = self._wire.rank == rank
@@ -331,7 +335,7 @@ class Saving:
 
 
 def places_of(placed: Iterable[tuple[Entry, Stored]]) -> dict[str, list[Extent[Stored]]]:
-    """Parameter -> where files hold its elements. "Here" is the parameter."""
+    """Return parameter -> where files hold its elements. `here` is in the parameter."""
     out: dict[str, list[Extent[Stored]]] = {}
     for entry, stored in placed:
         for run in entry.runs:
@@ -340,13 +344,15 @@ def places_of(placed: Iterable[tuple[Entry, Stored]]) -> dict[str, list[Extent[S
 
 
 def _padded(length: int) -> int:
-    return -(-length // 64) * 64  # a slice is viewed as the type in the file, which must be aligned for it
+    return -(-length // 64) * 64  # slices are viewed in the file's dtype and must be aligned for it
 
 
 def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -> dict[str, Any]:
     for array in (array for state in described.values() for array in state.arrays):
         if not _SAFE_STATE.fullmatch(array):
-            raise CheckpointError(f"the optimizer state {array!r} has no name for a file")
+            raise CheckpointError(
+                f"the optimizer state {array!r} cannot be a file name. Save with save_optimizer=False"
+            )
     return {
         "version": 1,
         "optimizer": optimizer.kind,
@@ -356,7 +362,7 @@ def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -
                 "shape": state.shape,
                 "states": list(state.arrays),
                 "scalars": {
-                    # Options have an example of what is a tuple; a state has none.
+                    # Options are read by the example of the run's own; states have no example of a tuple.
                     key: {"tuple": scalar(key, value)} if isinstance(value, tuple) else scalar(key, value)
                     for key, value in state.scalars.items()
                 },
@@ -374,15 +380,16 @@ def _entries(state: str, described: Mapping[str, ParameterState]) -> Iterator[En
 
 
 def scalar(name: str, value: Any) -> Any:
-    """A JSON value for an option or a scalar state; tensors of one element, or of none, keep their type and shape.
+    """Return an option or scalar state as JSON. Tensors of at most one element keep their dtype and shape.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: JSON has no place for the value.
     """
     if isinstance(value, Tensor):
         if value.numel() > 1 or value.is_complex():
             raise CheckpointError(
-                f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)} and type {value.dtype}: it has no place"
+                f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)} and dtype {value.dtype}, which JSON "
+                "cannot hold. Save with save_optimizer=False, and optimizer.state_dict() separately"
             )
         shape = {"shape": list(value.shape)} if value.dim() else {}
         return {"tensor": value.item() if value.numel() else None, "dtype": dtype_name(value.dtype), **shape}
@@ -391,6 +398,6 @@ def scalar(name: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CheckpointError(
-        f"optimizer option or state {name!r} is a {type(value).__name__}, which has no place in JSON: save with "
-        "save_optimizer=False, and optimizer.state_dict() by yourself"
+        f"optimizer option or state {name!r} is a {type(value).__name__}, which JSON cannot hold. Save with "
+        "save_optimizer=False, and optimizer.state_dict() separately"
     )

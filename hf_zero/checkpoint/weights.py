@@ -1,11 +1,12 @@
-"""What is at rest under which name: weights in safetensors files, and small states beside them as JSON and tensors.
+"""Map files to names: which tensors of a model are stored where, and small states as JSON and tensors.
 
-A flat slice of a row-major tensor is a contiguous byte range of its file, so integers are all there is to know: each
-rank writes and reads its own ranges, whatever their number. A `WeightFormat` knows the names: the generic one here those
-of `state_dict()`, the one for transformers models (`huggingface`) those of `save_pretrained`.
+A slice of a row-major tensor is a contiguous byte range of its file, so each rank reads and writes its
+own ranges, for any number of ranks. A `WeightFormat` knows the names: the generic one uses those of
+`state_dict()`, the one for transformers models (`huggingface`) those of `save_pretrained`.
 
-States of schedulers, random number generators and the like are nested values of dicts, lists, tuples, numbers, strings and
-tensors: `pack` makes JSON and named tensors of them, `unpack` is its inverse. No pickle is written or read.
+States of schedulers, random number generators and the like are nested dicts, lists, tuples, numbers,
+strings and tensors: `pack` turns them into JSON and named tensors, `unpack` inverts it. No pickle is
+written or read.
 """
 
 from __future__ import annotations
@@ -28,42 +29,49 @@ from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from . import FORMATS
 from .files import inside, read_json
-from .hub import split_keys
 from .manifest import Manifest, check_name, check_segments
 from .safetensors import Header, Stored, read_header
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: elements of parameters, or a value (a buffer, a converted tensor) that rank 0 holds."""
+    """One tensor of a file: elements of parameters, or a value (a buffer, a converted tensor) that rank 0 holds.
+
+    Attributes:
+        key: its name in the file.
+        dtype: a torch dtype's name, such as `float32`.
+        shape: in the file.
+        runs: elements of parameters, by their first names, in order. `here` is in the tensor.
+    """
 
     key: str
-    dtype: str  # a torch dtype's bare name
+    dtype: str
     shape: tuple[int, ...]
     runs: tuple[Extent[str], ...] = ()
-    """Of parameters by their first names, one after another. "Here" is the tensor."""
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
+        """Return the size in the file."""
         return self.numel * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One safetensors file, its tensors in any order: the header's order follows from their types and names."""
+    """One safetensors file, named relative to the folder. The header orders tensors by dtype and name."""
 
-    name: str  # relative to the folder
+    name: str
     entries: tuple[Entry, ...]
     metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors that are computed from whole other tensors, not placed: `convert` maps the sources' values to them."""
+    """Target tensors that `convert` computes from the complete values of the sources."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -72,58 +80,67 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What a save writes."""
+    """The weight files that a save writes.
+
+    Attributes:
+        files: their tensors.
+        values: key -> CPU value of every entry without runs that no conversion computes: buffers.
+        conversions: from parameters (by first names) to keys, in the order to run; one at a time is in memory.
+    """
 
     files: tuple[WeightFile, ...]
     values: Mapping[str, Tensor] = field(default_factory=dict)
-    """key -> CPU value of every entry without runs that no conversion makes: buffers."""
     conversions: tuple[Conversion, ...] = ()
-    """From parameters (sources: first names in the layout) to keys, in the order to be done; one at a time is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a load finds the parameters of a model; the same on every rank."""
+    """Where a load finds the parameters of a model; the same on every rank.
+
+    Attributes:
+        pieces: parameter (first name) -> pieces of stored tensors by key, in order, without gaps. `here` is in the
+            parameter.
+        buffers: buffer name -> key.
+        conversions: from keys to parameters; one at a time is in memory.
+        missing: parameters and persistent buffers that the folder does not have.
+        unexpected: keys that belong to nothing in the model.
+        mismatched: (key, stored shape, model's shape).
+    """
 
     pieces: Mapping[str, Sequence[Extent[str]]]
-    """parameter (first name in the layout) -> pieces of stored tensors by their keys, in order, without gaps. "Here" is the
-    parameter."""
     buffers: Mapping[str, str] = field(default_factory=dict)
-    """buffer name -> key."""
     conversions: tuple[Conversion, ...] = ()
-    """From keys to parameters; one at a time is held."""
     missing: tuple[str, ...] = ()
-    """parameters and persistent buffers that the folder does not have."""
     unexpected: tuple[str, ...] = ()
-    """keys that belong to nothing in the model."""
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
-    """(key, stored shape, model's shape)."""
 
 
 class WeightFormat(Protocol):
-    """What one model's weights are called at rest."""
+    """The names of a model's stored weights."""
 
     @property
     def stems(self) -> Mapping[str, str]:
-        """Where a load looks: the stems of the files -> by what a load prefixes the keys found there, to tell them apart."""
+        """Return the stems of the files that a load reads -> the prefix of their keys, which keeps them apart."""
         ...
 
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
-        """On rank 0 alone, without communication: what to write. May write small files (config, index) into `folder`.
+        """Return what to write. Runs on rank 0, without communication; may write small files (config, index).
 
         Args:
-            state: as `model.state_dict()`, parameters as meta tensors of their own type and full shape (tied ones the
-                same object), buffers as CPU values.
+            state: as `model.state_dict()`, with parameters as meta tensors of their dtype and full shape (tied ones the
+                same object) and buffers as CPU values.
+            folder: for the small files.
+            max_shard_size: most bytes per file.
         """
         ...
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
-        """Without communication, the same answer on every rank: where the tensors of a folder belong."""
+        """Return where the tensors of a folder belong; the same on every rank, without communication."""
         ...
 
 
 def format_of(model: nn.Module) -> WeightFormat:
-    """What `model`'s weights are called at rest: by the first that knows it, else the names of `state_dict()`."""
+    """Return the format of a model's weights: the first of `FORMATS` that knows it, else that of `state_dict()`."""
     for maker in FORMATS:
         found = maker(model)
         if found is not None:
@@ -132,19 +149,20 @@ def format_of(model: nn.Module) -> WeightFormat:
 
 
 class StateDictFormat:
-    """The names of `state_dict()`, in `model.safetensors`; tied parameters under their first name only."""
+    """Names of `state_dict()`, in `model.safetensors`; tied parameters under their first name only."""
 
     def __init__(self, model: nn.Module) -> None:
         self.stems = {"model": ""}
         self._model = model
 
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
+        """Return what to write; see `WeightFormat`."""
         entries, values, done = [], {}, set()
         names = names_of(self._model)
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"state_dict() has a {type(value).__name__} under {key!r}: only tensors can be saved"
+                    f"state_dict() has a {type(value).__name__} under {key!r}, and only tensors can be saved"
                 )
             first = names.get(key)
             if first in done:
@@ -164,6 +182,7 @@ class StateDictFormat:
         return Drawing(tuple(files), values)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
+        """Return where stored tensors belong; see `WeightFormat`."""
         names = (*names_of(self._model), *persistent_buffers(self._model))
         return locate_by_name(self._model, dict(zip(names, names)), stored)
 
@@ -171,10 +190,12 @@ class StateDictFormat:
 def locate_by_name(
     model: nn.Module, known: Mapping[str, str], stored: Mapping[str, Stored], optional: Collection[str] = ()
 ) -> Located:
-    """Of files each of whose tensors is a parameter or buffer as it is.
+    """Locate tensors that are stored exactly as parameters and buffers.
 
     Args:
+        model: the model.
         known: key -> any name of the parameter or buffer.
+        stored: key -> the tensor in a file.
         optional: keys that may be missing.
     """
     names, buffers = names_of(model), persistent_buffers(model)
@@ -195,7 +216,7 @@ def locate_by_name(
             found_buffers[name] = key
         else:
             pieces[names[name]] = (Extent(key, 0, 0, math.prod(found.shape)),)
-    # What has several names is there if one of them is.
+    # A tied parameter is found if one of its names is.
     wanted = dict.fromkeys(first_of[name] for key, name in known.items() if key not in optional)
     there = {first_of[name] for key, name in known.items() if key in stored}
     missing = tuple(name for name in wanted if name not in there)
@@ -203,13 +224,13 @@ def locate_by_name(
 
 
 def names_of(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the parameter's first name."""
+    """Return every name of every parameter -> the parameter's first name."""
     first: dict[nn.Parameter, str] = {}
     return {name: first.setdefault(param, name) for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `state_dict()` has, under all names that it has for them."""
+    """Return the buffers of `state_dict()`, under all their names."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -218,12 +239,27 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
+def split_keys(stem: str, sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, list[str]]:
+    """Split tensors over files by the rule of `save_pretrained`. Returns file name -> keys.
+
+    Args:
+        stem: beginning of the file names.
+        sizes_bytes: by key, in the order in which files are filled.
+        limit_bytes: most bytes of a file; a larger tensor has a file of its own.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(sizes_bytes),
+        get_storage_size=lambda size: size,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=limit_bytes,
+    )
+    return dict(split.filename_to_tensors) or {f"{stem}.safetensors": []}
 
 
 def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) -> list[WeightFile]:
-    """`stem.safetensors`, or `stem-00001-of-0000N.safetensors`, …, of at most `max_shard_size` bytes each (one larger tensor
-    has a file of its own): by the rule of `save_pretrained`."""
+    """Split tensors over files of at most `max_shard_size` bytes each; see `split_keys`."""
     by_key = {entry.key: entry for entry in entries}
     sizes = {key: entry.size_bytes for key, entry in by_key.items()}
     names = split_keys(stem, sizes, parse_bytes(max_shard_size))
@@ -231,11 +267,11 @@ def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) 
 
 
 def index_text(where: Mapping[str, str], numel: int, size_bytes: int) -> str:
-    """The text of `….safetensors.index.json`, as `save_pretrained` writes it.
+    """Return the text of `….safetensors.index.json`, as `save_pretrained` writes it.
 
     Args:
         where: key -> file.
-        numel: elements of all parameters.
+        numel: number of elements of all parameters.
         size_bytes: of all tensors.
     """
     body = {"metadata": {"total_parameters": numel, "total_size": size_bytes}, "weight_map": dict(where)}
@@ -244,42 +280,49 @@ def index_text(where: Mapping[str, str], numel: int, size_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """Weights that are loaded together: one file, or several and the index that names them."""
+    """Weights that are loaded together: one file, or several and their index.
+
+    Attributes:
+        stem: relative to the folder: `model`, `adapter_model`, `other/adapter_model`.
+        files: name relative to the folder -> header.
+        index: name of the index; None for one file.
+        where: key -> file, relative to the folder, from the index. Files may hold more tensors.
+        total_parameters: from the index; elements of parameters without buffers.
+    """
 
     stem: str
-    """Relative to the folder: `model`, `adapter_model`, `other/adapter_model`."""
     files: dict[str, Header]
-    """Name relative to the folder -> header."""
     index: str | None = None
     where: dict[str, str] | None = None
-    """As the index says: key -> file, relative to the folder. Files may hold more."""
     total_parameters: int | None = None
-    """As the index says; it counts parameters, without buffers."""
 
     @property
     def names(self) -> list[str]:
+        """Return the names of all files."""
         return [*self.files, *([self.index] if self.index else [])]
 
     @property
     def tensors(self) -> dict[str, Stored]:
+        """Return the tensors by key."""
         found = {key: stored for header in self.files.values() for key, stored in header.tensors.items()}
         return found if self.where is None else {key: self.files[name].tensors[key] for key, name in self.where.items()}
 
 
 def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, verify: bool = True) -> WeightSet:
-    """What there is in `stem.safetensors`, or in the files that `stem.safetensors.index.json` names.
+    """Return the weights in `stem.safetensors`, or in the files of `stem.safetensors.index.json`.
 
     Args:
+        folder: the checkpoint or model folder.
         stem: may begin with a folder inside `folder`.
-        verify: compare the headers with their digests, where there is a manifest.
+        manifest: of the checkpoint.
+        verify: compare the headers with their digests, if there is a manifest.
 
     Raises:
-        CheckpointError: none there; a file that the index names is missing or lacks a tensor that it should have; a header
-            is damaged.
+        CheckpointError: there are none; a file of the index is missing or lacks a tensor; a header is damaged.
     """
     index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
     listed = manifest.files if manifest is not None else None
-    # The single file first, as transformers looks: an index beside it is of an older, larger save.
+    # The single file first, like transformers: an index next to it belongs to an older, larger save.
     if (folder / single).exists() and (listed is None or single in listed or index not in listed):
         return WeightSet(stem, {single: checked_header(folder, single, manifest if verify else None)})
     if not (folder / index).exists() or (listed is not None and index not in listed):
@@ -293,7 +336,7 @@ def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, v
     for name in sorted(set(where.values())):
         check_name(folder / index, name)
         if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / index}: {name!r} is no safetensors file")
+            raise CheckpointError(f"{folder / index}: {name!r} is not a safetensors file")
         path = (below / name).as_posix()
         files[path] = checked_header(folder, path, manifest if verify else None)
     where = {key: (below / name).as_posix() for key, name in where.items()}
@@ -305,48 +348,57 @@ def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, v
 
 
 def checked_header(folder: Path, name: str, manifest: Manifest | None) -> Header:
-    """A damaged header may name other tensors: it is compared with its digests before it is believed.
+    """Read a header and compare it with its digests: a damaged one may name other tensors.
 
     Raises:
-        CheckpointError: it is damaged or outside of the folder, or the manifest does not list the file.
+        CheckpointError: it is damaged or outside the folder, or the manifest does not list the file.
     """
     header = read_header(inside(folder, name))
     if manifest is not None:
         if name not in manifest.files:
-            raise CheckpointError(f"{folder / name} is not in the manifest: it is of another save")
+            raise CheckpointError(f"{folder / name} is not in the manifest: it belongs to another save")
         segments = manifest.files[name].segments
         check_segments(folder / name, [segment for segment in segments if segment[0] < header.header_bytes])
     return header
 
 
-# Small states ---------------------------------------------------------------------------------------------------------
+# Small states -------------------------------------------------------------------------------------
 
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 _RESERVED = {_TENSOR, _TUPLE, _PAIRS}
 
 
 class Stateful(Protocol):
-    """What has a state of its own: a scheduler, a loss scaler, a data loader."""
+    """An object with a state: a scheduler, a loss scaler, a data loader."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Set the state."""
+        ...
 
 
 def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """`value` as JSON; its tensors go to `tensors`, named by their place below `where`.
+    """Return `value` as JSON, and put its tensors into `tensors`.
+
+    Args:
+        value: nested dicts, lists, tuples, numbers, strings, arrays and tensors.
+        tensors: name -> tensor; filled.
+        where: prefix of the tensors' names.
 
     Raises:
-        CheckpointError: something that has no place in JSON; says where.
+        CheckpointError: another type, with its place in `value`.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         return value.item()
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.array(value, order="C"))  # `ascontiguousarray` would make one dimension of none
+        value = torch.from_numpy(np.array(value, order="C"))  # `ascontiguousarray` adds a dimension to scalars
     if isinstance(value, Tensor):
-        while where in tensors:  # names with dots can lead to one place in two ways
+        while where in tensors:  # keys with dots can give the same name twice
             where += "'"
         tensors[where] = value.detach().cpu().contiguous().clone()
         return {_TENSOR: where}
@@ -363,13 +415,13 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         ]
         return {_PAIRS: pairs}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which can be stored neither as JSON nor as a tensor; give it a state_dict() of "
-        "plain values"
+        f"{where} is a {type(value).__name__}, which can be stored neither as JSON nor as a tensor. Give its object a "
+        "state_dict() of plain values"
     )
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `pack`; numpy arrays come back as tensors."""
+    """Invert `pack`. Numpy arrays become tensors."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if isinstance(value, dict):
@@ -384,7 +436,7 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, numpy and torch (CPU, and CUDA where it is in use) in this process."""
+    """Return the random states of Python, numpy and torch (CPU, and CUDA if it is in use)."""
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     out: dict[str, Any] = {
@@ -404,17 +456,17 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """The inverse of `random_states`.
+    """Restore what `random_states` returned.
 
     Raises:
-        Exception: whatever the generators raise at what is no state of theirs.
+        Exception: of any type, from a generator that is given an invalid state.
     """
     version, state, gauss = states["python"]
     if gauss is not None and not isinstance(gauss, float):
-        raise ValueError(f"{gauss!r} for a random number")
+        raise ValueError(f"{gauss!r} is not a random number")
     random.setstate((version, tuple(state.tolist()), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
-    if not 0 <= position <= len(keys):  # numpy would read beyond its own memory
+    if not 0 <= position <= len(keys):  # numpy would read out of bounds
         raise ValueError(f"position {position} in a state of {len(keys)}")
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])

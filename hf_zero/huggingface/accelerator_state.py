@@ -23,7 +23,6 @@ from accelerate.utils import save as save_plain
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..checkpoint.folder import recover
 from ..checkpoint.load import Loading
 from ..checkpoint.save import Saving, optimizer_folder
 from ..checkpoint.series import CheckpointSeries, is_ours
@@ -274,9 +273,6 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
     def _zero_choose(self, engine: Engine, given: str | None) -> Path:
         if given is not None:
             folder = Path(given).expanduser()
-            with on_all_ranks(engine.wire, f"loading {folder}"):
-                if engine.rank == 0:
-                    recover(folder)
             if not folder.is_dir():
                 raise ValueError(f"Tried to find {folder} but folder does not exist")
             if not is_ours(folder) and engine.rank == 0:

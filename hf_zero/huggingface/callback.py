@@ -25,9 +25,8 @@ from transformers import (
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from ..checkpoint.cards import CARD, is_unwritten, sealed
+from ..checkpoint.cards import CARD, RunFacts, card_for, is_unwritten, metrics_at, read_card, sealed
 from ..checkpoint.files import is_number
-from ..checkpoint.hub import RunFacts, card_for, metrics_at
 from ..compat.preemption import Preemption, on_preemption
 from ..config import size_text
 from ..diagnostics.usage import limits
@@ -347,7 +346,7 @@ def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None
         asked: the arguments of `create_model_card`.
     """
     path = folder / CARD
-    if path.is_file() and not is_unwritten(path):
+    if path.is_file() and not is_unwritten(read_card(path)):
         return
     given: dict[str, Any] = {
         "language": asked.get("language"),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 from transformers.utils.hub import hf_api
 
+from ..checkpoint.cards import RunFacts
 from ..checkpoint.folder import SUFFIX
-from ..checkpoint.hub import Changes, RunFacts, list_files
+from ..checkpoint.hub import Changes, list_files
 from ..checkpoint.kinds import refuse_other_weights
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save import Saving
@@ -29,7 +30,7 @@ def uploading() -> AbstractContextManager[None]:
     def upload_folder(run_as_future: bool = False, **kwargs: Any) -> Any:
         if run_as_future:
             return api.run_as_future(upload_folder, **kwargs)
-        kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}/*", "*.zero_commit/*"]
+        kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}*/*"]
         changes = Changes.of(api, **kwargs)
         kwargs["ignore_patterns"] += changes.keep
         return type(api).upload_folder(api, **kwargs, delete_patterns=changes.delete or None)

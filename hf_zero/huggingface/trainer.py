@@ -32,7 +32,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
 from ..checkpoint.files import Field
-from ..checkpoint.folder import Occupancy, recover
+from ..checkpoint.folder import Occupancy
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.objects import load_state
@@ -152,11 +152,12 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, Pushes, TrainerB
         """
         wire = open_wire(home_device(), self.accelerator.zero_config.stall_s)
         alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
-        with on_all_ranks(wire, f"training into {self._zero_output}"):
-            if wire.rank == 0 and self.args.push_to_hub:
-                check_kind(self)  # here, not after hours of training
-            taken = Occupancy(self._zero_output) if alone else None
+        taken: Occupancy | None = None
         try:
+            with on_all_ranks(wire, f"training into {self._zero_output}"):
+                if wire.rank == 0 and self.args.push_to_hub:
+                    check_kind(self)  # here, not after hours of training
+                taken = Occupancy(self._zero_output) if alone else None
             return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
         finally:
             if taken is not None:
@@ -173,9 +174,6 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, Pushes, TrainerB
                 show(f"hf_zero: no checkpoint in {self._zero_output}: training starts from the beginning", sys.stderr)
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
-            with on_all_ranks(wire, f"resuming from {folder}"):
-                if wire.rank == 0:
-                    recover(folder)
             ours = is_ours_everywhere(wire, folder)
             with on_all_ranks(wire, f"resuming from {folder}"):
                 if ours:

@@ -141,7 +141,7 @@ def misfits(rank: int, world: int, folder: Path) -> None:
                     assert torch.equal(after[key], value), (name, key)
             if wrong is not None:
                 assert torch.equal(after[wrong], before[wrong])
-    with pytest.raises(zero.CheckpointError, match="nowhere is no folder"):
+    with pytest.raises(zero.CheckpointError, match="nowhere is not a folder"):
         engine.load(folder / "nowhere")
     with pytest.raises(zero.CheckpointError, match="no weights"):
         engine.load(folder)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.checkpoint.hub import RunFacts
+from hf_zero.checkpoint.cards import RunFacts
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file, digest_of
 from hf_zero.core.units import Limits
 from tests.kit.golden.make import GOLDEN, build, optimizer_of, plain, scheduler_of, step

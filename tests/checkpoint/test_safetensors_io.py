@@ -71,7 +71,7 @@ def test_types_that_files_do_not_have_are_refused():
     for dtype in ("complex128", "quint8"):
         with pytest.raises(CheckpointError, match="no type for torch"):
             build_header([("w", dtype, (2,))])
-    with pytest.raises(CheckpointError, match="two tensors are called 'w'"):
+    with pytest.raises(CheckpointError, match="duplicate tensor 'w'"):
         build_header([("w", "float32", (2,)), ("w", "float32", (3,))])
 
 

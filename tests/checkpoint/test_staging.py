@@ -1,7 +1,9 @@
-"""A folder is replaced as a whole: killed at any call, and killed again while recovering, it is the old one or the new one."""
+"""Put a folder in place: a new one by one rename; in an existing one, a save killed half-way is reported by `verify`."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import shutil
 import signal
@@ -11,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.checkpoint.folder import OCCUPIED, Occupancy, Staging, recover, remove_left_overs, verify
+from hf_zero.checkpoint.folder import OCCUPIED, Occupancy, Staging, remove_left_overs, verify
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from hf_zero.errors import CheckpointError
-from tests.kit.injection import Forked, calls, kill_at
+from tests.kit.injection import Forked, calls, fail_at, kill_at
 
 OLD = [
     "config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
@@ -22,6 +24,7 @@ OLD = [
     "optimizer/optimizer.json", "old/er/state.json",
 ]  # fmt: skip
 NEW = ["config.json", "model.safetensors", "optimizer/optimizer.json", "new/er/still/state.json"]
+NAMES = {"old": OLD, "new": NEW}
 KEPT = {"notes.txt": "mine", "runs/log.txt": "mine too"}
 
 
@@ -43,23 +46,27 @@ def save(target: Path, names: list[str], version: str) -> None:
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
+    found = [path for path in folder.rglob("*") if path.is_file() and ".zero_saving" not in str(path)]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in found}
 
 
-def version_of(target: Path, names: dict[str, list[str]], kept: dict[str, str]) -> str | None:
-    """Which version the folder is, whole and alone; None where there is none."""
-    if not target.exists() or not (target / MANIFEST).exists():
-        assert not target.exists() or not [name for name in content(target) if name not in kept]
+def version_of(target: Path, kept: dict[str, str]) -> str | None:
+    """Return the version that the folder holds completely; None if it has no files of a save, "rejected" if a mix."""
+    found = content(target) if target.exists() else {}
+    assert {name: text for name, text in found.items() if name in kept} == (kept if target.exists() else {})
+    if not found.keys() - kept.keys():
         return None
-    version = verify(target).facts["made"]
-    found = content(target)
+    try:
+        version = verify(target).facts["made"]
+    except CheckpointError:
+        return "rejected"
     found.pop(MANIFEST)
-    assert found == {name: f"{version} {name}" for name in names[version]} | kept
+    assert found == {name: f"{version} {name}" for name in NAMES[version]} | kept
     return version
 
 
 def left_overs(parent: Path) -> list[str]:
-    return [p.name for p in parent.rglob(".*")]
+    return [path.name for path in parent.rglob(".*")]
 
 
 def prepare(parent: Path, start: str) -> tuple[Path, dict[str, str]]:
@@ -88,43 +95,87 @@ def killed(k: int, function, *args) -> bool:
 
 
 @pytest.fixture
-def fast(tmp_path):
-    """A folder in memory where there is one: a sweep is thousands of fsyncs."""
-    place = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path))
+def fast():
+    """A folder in memory if there is one: a sweep makes thousands of fsyncs."""
+    place = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     yield place
     shutil.rmtree(place)
 
 
 STARTS = ["nothing", "empty", "files of others", "old", "old and files of others"]
-NAMES = {"old": OLD, "new": NEW, "newer": NEW}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_killed_at_any_call(start, fast):
+    """Old, then (only in a folder with files) rejected, then new; the next save always succeeds and clears up."""
+    parent, k, seen = fast / "out", 0, []
+    before = "old" if start.startswith("old") else None
+    while True:
+        target, kept = prepare(parent, start)
+        done = not killed(k, save, target, NEW, "new")
+        seen.append(version_of(target, kept))
+        found = content(target) if target.exists() else {}
+        if "config.json" in found:  # or `from_pretrained` refuses the folder
+            version = found["config.json"].split()[0]
+            assert {name: found.get(name) for name in NAMES[version]} == {n: f"{version} {n}" for n in NAMES[version]}
+            assert "model.safetensors" not in found or version == "new"
+        save(target, NEW, "new")
+        assert version_of(target, kept) == "new"
+        assert left_overs(parent) == []
+        if done:
+            break
+        k += 1
+    assert set(seen) == {before, "new"} | ({"rejected"} if start not in ("nothing", "empty") else set())
+    assert seen == sorted(seen, key=[before, "rejected", "new"].index)
 
 
 @pytest.mark.parametrize("start", ["nothing", "old"])
-def test_everything_is_on_disk_before_the_commit_point_and_the_commit_point_too(start, tmp_path):
+def test_a_failing_call_is_named_and_the_message_says_what_the_target_holds(start, fast):
+    for k in itertools.count():
+        target, kept = prepare(fast / "out", start)
+        said = None
+        with calls(fail_at(k, errno.EIO)) as log:
+            try:
+                save(target, NEW, "new")
+            except (CheckpointError, OSError) as error:
+                said = str(error)
+        found = version_of(target, kept)
+        if said is None:
+            assert found == "new"
+        else:
+            mixed = "holds files of the old and of the new save" in said
+            assert mixed == (found == "rejected"), (said, found)
+            assert found != "new" or start == "nothing" or "new files are complete" in said, said
+        if len(log) <= k:  # it made fewer calls
+            break
+    assert k > 20
+
+
+@pytest.mark.parametrize("start", ["nothing", "old"])
+def test_files_are_durable_before_the_rename_and_before_the_manifest(start, tmp_path):
     target, _ = prepare(tmp_path / "out", start)
     with calls() as log:
         save(target, NEW, "new")
-    staged = (target / ".zero_saving" if start == "old" else target.parent / ".checkpoint.zero_saving") / "checkpoint"
-    renames = [index for index, (kind, _) in enumerate(log) if kind == "rename"]
-    commit = renames[-1]
-    before = {path for kind, path in log[:commit] if kind == "fsync"}
-    assert before >= {str(staged / name) for name in [*NEW, MANIFEST, "", "optimizer", "new/er/still", "new/er", "new"]}
-    after = [path for kind, path in log[commit:] if kind == "fsync"]
-    assert after[0] == str(target if start == "old" else target.parent)
-    if start == "old":
-        moved = [index for index, (kind, path) in enumerate(log) if kind == "replace"]
-        assert log[moved[-1]][1] == str(target / MANIFEST)  # last, after all that it speaks of
-        between = {path for kind, path in log[moved[-2] : moved[-1]] if kind == "fsync"}
-        assert between >= {str(target / name) for name in ["", "optimizer", "new/er/still", "new/er", "new"]}
-        assert str(target) in {path for kind, path in log[moved[-1] :] if kind == "fsync"}
+    commit = max(index for index, (kind, _) in enumerate(log) if kind == "rename")
+    staged = {path for kind, path in log[:commit] if kind == "fsync"}
+    for name in [*NEW, MANIFEST, "optimizer", "new/er/still", "new/er", "new"]:
+        assert any(path.endswith(f"/checkpoint/{name}") and ".zero_saving-" in path for path in staged), name
+    if start == "nothing":
+        assert ("fsync", str(target.parent)) in log[commit:]
+        return
+    moved = [index for index, (kind, _) in enumerate(log) if kind == "replace"]
+    assert log[moved[-1]][1] == str(target / MANIFEST)
+    between = {path for kind, path in log[moved[-2] : moved[-1]] if kind == "fsync"}
+    assert between >= {str(target / name) for name in ["", "optimizer", "new/er/still", "new/er", "new"]}
+    assert ("fsync", str(target)) in log[moved[-1] :]
 
 
-def test_stale_files_of_an_older_kind_of_save_are_gone(tmp_path):
+def test_stale_weights_of_the_same_kind_are_removed(tmp_path):
     target = tmp_path / "out"
     stale = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "model-00009-of-00009.safetensors"]
     target.mkdir()
     for name in [*stale, "model.txt", "model-card.md", "other-00001-of-00002.safetensors"]:
-        (target / name).write_text("not of a save of ours: there is no manifest")
+        (target / name).write_text("there is no manifest")
     save(target, NEW, "new")
     assert sorted(set(content(target)) - set(NEW)) == sorted(
         [MANIFEST, "model.txt", "model-card.md", "other-00001-of-00002.safetensors"]
@@ -133,7 +184,7 @@ def test_stale_files_of_an_older_kind_of_save_are_gone(tmp_path):
     assert not (target / "model.safetensors").exists()
     assert not (target / "new").exists()
     save(target, ["adapter_model.safetensors"], "adapter")
-    (target / "model.safetensors").write_text("the base model beside an adapter is no rival")
+    (target / "model.safetensors").write_text("the base model of an adapter")
     save(target, ["adapter_model.safetensors"], "adapter")
     assert sorted(content(target)) == sorted(
         [MANIFEST, "adapter_model.safetensors", "model.safetensors", "model.txt", "model-card.md",
@@ -141,46 +192,67 @@ def test_stale_files_of_an_older_kind_of_save_are_gone(tmp_path):
     )  # fmt: skip
 
 
-def test_a_reader_meets_a_save_that_is_being_put_in_place(tmp_path):
-    """Between the commit point and the end only the job itself may move files."""
-    target, _ = prepare(tmp_path / "out", "old")
-    ready, wait = os.pipe(), os.pipe()
+def hold(target: Path, ready: int, go: int) -> None:
+    staging = Staging(target)
+    staging.open()
+    os.write(ready, b"x")
+    os.read(go, 1)
+    staging.publish(fill(staging.path, NEW, "new"))
 
-    def hold() -> None:
-        def before(index, call, args) -> None:
-            if call[0] == "replace":
-                os.write(ready[1], b"x")
-                os.read(wait[0], 1)
 
-        with calls(before):
-            save(target, NEW, "new")
-
-    job = Forked(hold)
+@pytest.mark.parametrize("start", ["nothing", "old"])
+def test_a_second_job_is_refused(start, tmp_path):
+    target, _ = prepare(tmp_path / "out", start)
+    ready, go = os.pipe(), os.pipe()
+    job = Forked(hold, target, ready[1], go[0])
     os.read(ready[0], 1)
-    with pytest.raises(CheckpointError, match="another job is saving"):
-        recover(target)
-    os.kill(job.pid, signal.SIGKILL)
-    job.wait()
-    recover(target)
-    assert version_of(target, NAMES, {}) == "new"
+    if start == "nothing":
+        target.mkdir()
+        (target / "notes.txt").write_text("the target got files meanwhile")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=f"another job is saving to {target}"):
+            save(target, OLD, "old")
+    save(target.with_name("another"), NEW, "new")
+    os.write(go[1], b"x")
+    assert job.wait()[0] == 0
+    assert verify(target).facts["made"] == "new"
+    assert left_overs(tmp_path) == []
 
 
-def test_a_job_that_came_late_takes_the_lock_of_the_new_place(tmp_path):
-    """Decided on a place beside the target, which another job then made: it must not write beside that job's lock."""
+def test_a_job_that_opened_before_the_target_had_files(tmp_path):
     target = tmp_path / "out"
     late = Staging(target)
     save(target, OLD, "old")
     late.open()
     assert late.root.parent == target
     late.publish(fill(late.path, NEW, "new"))
-    assert version_of(target, NAMES, {}) == "new"
+    assert version_of(target, {}) == "new"
 
 
-def test_left_overs_of_dead_jobs_are_removed(tmp_path):
-    for name in ("a", "b"):
+def test_staging_folders_of_dead_jobs_are_removed_and_live_ones_kept(tmp_path):
+    for name in ("a", "b[1]"):
         assert killed(12, save, tmp_path / name, NEW, "new")
-    assert sorted(left_overs(tmp_path)) == [".a.zero_saving", ".b.zero_saving"]
+    assert len(left_overs(tmp_path)) == 2
+    ready, go = os.pipe(), os.pipe()
+    job = Forked(hold, tmp_path / "c", ready[1], go[0])
+    os.read(ready[0], 1)
     remove_left_overs(tmp_path)
+    (live,) = left_overs(tmp_path)
+    assert live.startswith(".c.zero_saving-")
+    save(tmp_path / "d", NEW, "new")
+    os.write(go[1], b"x")
+    assert job.wait()[0] == 0
+    assert verify(tmp_path / "c").facts["made"] == "new"
+    assert left_overs(tmp_path) == []
+
+
+def test_two_saves_that_remove_left_overs_do_not_refuse_one_another(tmp_path):
+    def run(name: str) -> None:
+        for number in range(30):
+            save(tmp_path / f"{name}{number}", NEW[:1], "new")
+
+    jobs = [Forked(run, name) for name in "ab"]
+    assert [job.wait()[0] for job in jobs] == [0, 0]
     assert left_overs(tmp_path) == []
 
 
@@ -198,14 +270,14 @@ def test_a_file_system_that_is_mounted_at_the_target(tmp_path):
         subprocess.run(["umount", target], check=True)
 
 
-def test_a_strangers_manifest_that_lists_files_of_a_save(tmp_path):
+def test_a_manifest_that_lists_staged_files(tmp_path):
     target = tmp_path / "checkpoint"
     save(target, OLD, "old")
     manifest = Manifest.read(target)
-    manifest.files[f".zero_commit/{MANIFEST}"] = next(iter(manifest.files.values()))
+    manifest.files[f".zero_saving-x/checkpoint/{MANIFEST}"] = next(iter(manifest.files.values()))
     (target / MANIFEST).write_bytes(manifest.to_bytes())
     save(target, NEW, "new")
-    verify(target)
+    assert version_of(target, {}) == "new"
     assert left_overs(tmp_path) == []
 
 
@@ -215,10 +287,10 @@ def test_a_linked_folder_stays_linked(tmp_path):
     for version in ("old", "new"):
         save(tmp_path / "link", NAMES[version], version)
         assert (tmp_path / "link").is_symlink()
-        assert version_of(tmp_path / "real", NAMES, {}) == version
+        assert version_of(tmp_path / "real", {}) == version
     (tmp_path / "dangling").symlink_to("nowhere")
     save(tmp_path / "dangling", NEW, "new")
-    assert version_of(tmp_path / "nowhere", NAMES, {}) == "new"
+    assert version_of(tmp_path / "nowhere", {}) == "new"
     assert left_overs(tmp_path) == []
 
 
@@ -234,43 +306,21 @@ def test_targets_that_cannot_be(tmp_path):
     assert left_overs(tmp_path) == []
 
 
-def test_discarded_is_as_if_never_begun(tmp_path):
-    for start in STARTS:
-        target, _ = prepare(tmp_path / "out", start)
-        before = content(target) if target.exists() else None
-        staging = Staging(target)
-        staging.open()
-        fill(staging.path, NEW, "new")
-        staging.discard()
-        staging.discard()
-        assert (content(target) if target.exists() else None) == before
-        assert left_overs(tmp_path / "out") == []
+@pytest.mark.parametrize("start", STARTS)
+def test_discarded_is_as_if_never_begun(start, tmp_path):
+    target, _ = prepare(tmp_path / "out", start)
+    before = content(target) if target.exists() else None
+    staging = Staging(target)
+    staging.open()
+    fill(staging.path, NEW, "new")
+    staging.discard()
+    staging.discard()
+    assert (content(target) if target.exists() else None) == before
+    assert left_overs(tmp_path / "out") == []
 
 
-@pytest.mark.slow
-def test_a_reader_in_between_finds_no_mix(fast):
-    """Whoever goes by config.json sees the old files, no model, or the new ones; never some of each."""
-    parent, k, seen = fast / "out", 0, set()
-    while True:
-        target, _ = prepare(parent, "old and files of others")
-        done = not killed(k, save, target, NEW, "new")
-        found = content(target)
-        if "config.json" in found:
-            version = found["config.json"].split()[0]
-            names = {"old": OLD, "new": NEW}[version]
-            assert {name: found.get(name) for name in names} == {name: f"{version} {name}" for name in names}
-            assert "model.safetensors" not in found or version == "new"
-            seen.add(version)
-        else:
-            seen.add("none")
-        if done:
-            break
-        k += 1
-    assert seen == {"old", "none", "new"}
-
-
-def test_one_job_at_a_time(tmp_path):
-    """Refused while another process has the folder; free once that is gone, killed or not; a forked child does not hold it."""
+def test_one_training_job_at_a_time(tmp_path):
+    """The lock ends with its process, killed or not; a forked child does not hold it."""
     first = Occupancy(tmp_path / "out")
 
     def second() -> str:
@@ -295,87 +345,40 @@ def test_one_job_at_a_time(tmp_path):
     assert second() == "free"
 
 
-# Links ---------------------------------------------------------------------------------------------------------------
+# Links --------------------------------------------------------------------------------------------
 
 
-def victim_in(folder: Path) -> Path:
-    """Someone's folder, that looks like a checkpoint to whoever gets to it by a link."""
-    victim = folder / "victim"
-    victim.mkdir()
-    save(victim / "inner", NEW, "theirs")
-    (victim / "precious.txt").write_text("precious")
-    (victim / MANIFEST).write_bytes((victim / "inner" / MANIFEST).read_bytes())
-    for name in NEW:
-        (victim / name).parent.mkdir(parents=True, exist_ok=True)
-        (victim / name).write_text(f"theirs {name}")
-    return victim
-
-
-LINKS = {
-    "staging inside": "out/.zero_saving",
-    "staging beside": ".out.zero_saving",
-    "commit": "out/.zero_commit",
-    "a folder of the older checkpoint": "out/optimizer",
-    "a folder of the new one": "out/new",
-    "a folder below": "out/new/er",
-}
-
-
-@pytest.mark.parametrize("where", LINKS)
-@pytest.mark.parametrize("start", ["nothing", "old", "files of others"])
-def test_a_link_in_the_way_is_named_and_not_followed(where, start, tmp_path):
-    target = tmp_path / "out"
-    if start == "old":
-        save(target, OLD, "old")
-    elif start == "files of others":
-        target.mkdir()
-        (target / "notes.txt").write_text("mine")
-    elif where != "staging beside":
-        pytest.skip("there is nothing to hold the link")
-    victim = victim_in(tmp_path)
-    link = tmp_path / LINKS[where]
+@pytest.mark.parametrize("where", ["optimizer", "new", "new/er"])
+@pytest.mark.parametrize("start", ["old", "files of others"])
+def test_a_linked_folder_inside_the_target_is_refused(where, start, tmp_path):
+    target, kept = prepare(tmp_path / "out", start)
+    save(tmp_path / "victim", NEW, "new")
+    theirs = content(tmp_path / "victim")
+    link = target / where
     if link.is_dir():
         shutil.rmtree(link)
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(victim)
-    theirs, before = content(victim), content(tmp_path / "out") if start != "nothing" else {}
-    if where == "staging beside" and start != "nothing":  # not in the way, and nobody's left-over
+    link.symlink_to(tmp_path / "victim")
+    before = content(target)
+    with pytest.raises(CheckpointError, match=f"{link} is a symbolic link"):
         save(target, NEW, "new")
-    else:
-        with pytest.raises(CheckpointError, match=f"{link} is a symbolic link"):
-            save(target, NEW, "new")
-        assert (content(target) if target.exists() else {}) == before
-    assert content(victim) == theirs
-    assert link.is_symlink()
-    if where == "commit":
-        for function in (recover, verify):
-            with pytest.raises(CheckpointError, match=f"{link} is a symbolic link"):
-                function(target)
-        assert content(victim) == theirs
+    assert content(target) == before
+    assert content(tmp_path / "victim") == theirs
     link.unlink()
-    save(target, NEW, "newer")
-    assert verify(target).facts["made"] == "newer"
+    save(target, NEW, "new")
+    assert version_of(target, kept) == "new"
 
 
-def test_links_of_a_replacement_that_was_interrupted(tmp_path):
-    """Planted between the kill and the next load."""
-    target = tmp_path / "out"
-    k = 0
-    while not (target / ".zero_commit").is_dir() or not (target / ".zero_commit" / MANIFEST).exists():
-        shutil.rmtree(target, ignore_errors=True)
-        save(target, OLD, "old")
-        killed(k, save, target, NEW, "new")
-        k += 1
-    victim = victim_in(tmp_path)
-    theirs = content(victim)
-    for link in (target / "new", target / ".zero_commit" / "more"):
-        link.symlink_to(victim)
-        with pytest.raises(CheckpointError, match=f"{link} is a symbolic link"):
-            recover(target)
-        link.unlink()
-    assert content(victim) == theirs
-    recover(target)
-    assert verify(target).facts["made"] == "new"
+def test_a_link_named_like_a_staging_folder_is_not_followed(tmp_path):
+    target, kept = prepare(tmp_path / "out", "old")
+    save(tmp_path / "victim", NEW, "new")
+    links = [target / ".zero_saving-x", target.parent / ".checkpoint.zero_saving-x"]
+    for link in links:
+        link.symlink_to(tmp_path / "victim")
+    save(target, NEW, "new")
+    remove_left_overs(target.parent)
+    assert all(link.is_symlink() for link in links)
+    assert version_of(tmp_path / "victim", {}) == "new"
 
 
 def test_links_as_files_are_replaced_not_written_through(tmp_path):
@@ -393,35 +396,3 @@ def test_links_as_files_are_replaced_not_written_through(tmp_path):
     with pytest.raises(CheckpointError, match="symbolic link"):
         Occupancy(target)
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_save_removes_what_killed_saves_to_other_names_left(tmp_path):
-    for name in ("step1", "step2"):
-        assert killed(12, save, tmp_path / name, NEW, "new")
-    ready, wait = os.pipe(), os.pipe()
-
-    def hold() -> None:
-        staging = Staging(tmp_path / "step3")
-        staging.open()
-        os.write(ready[1], b"x")
-        os.read(wait[0], 1)
-        staging.publish(fill(staging.path, NEW, "slow"))
-
-    job = Forked(hold)
-    os.read(ready[0], 1)
-    save(tmp_path / "step4", NEW, "new")
-    assert left_overs(tmp_path) == [".step3.zero_saving"]  # its job lives
-    os.write(wait[1], b"x")
-    assert job.wait()[0] == 0
-    assert verify(tmp_path / "step3").facts["made"] == "slow"
-    assert left_overs(tmp_path) == []
-
-
-def test_two_saves_that_look_for_left_overs_do_not_refuse_one_another(tmp_path):
-    def run(name: str) -> None:
-        for number in range(30):
-            save(tmp_path / f"{name}{number}", NEW[:1], "new")
-
-    jobs = [Forked(run, name) for name in "ab"]
-    assert [job.wait()[0] for job in jobs] == [0, 0]
-    assert left_overs(tmp_path) == []

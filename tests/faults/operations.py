@@ -100,13 +100,15 @@ class Job:
         self.engine.load(folder, objects={"note": self.note})
 
     def version(self, folder: Path) -> str | None:
-        """Of the checkpoint there, which is whole and of one piece; None where there is none."""
+        """Return the version of the checkpoint there; None if there is none, "rejected" if a load names a bad file."""
         try:
             self.load(folder)
         except zero.CheckpointError as error:
-            if "is no folder" not in str(error) and "holds no weights" not in str(error):
+            if "is not a folder" in str(error) or "holds no weights" in str(error):
+                return None
+            if str(folder) not in str(error):
                 raise
-            return None
+            return "rejected"
         return self.known[self.digest()]
 
     def everyone(self, value: Any) -> list[Any]:
@@ -172,7 +174,7 @@ def hidden(rank: int) -> AbstractContextManager[None]:
     """Rank 1 does not see the folder of rank 0, as on another node without a shared file system: it sends its bytes."""
     if rank != 1:
         return nullcontext()
-    return instead(os.path, exists=lambda exists, path: ".nonce-" not in str(path) and exists(path))
+    return instead(os.path, exists=lambda exists, path: ".zero_saving-" not in str(path) and exists(path))
 
 
 def _save_apart(job: Job) -> None:

@@ -72,7 +72,7 @@ def test_command_line(hub: Hub, job: Results) -> None:
     assert found["status"] == 0
     assert "uploaded to" in found["said"]
     assert not hub.repos["user/typed"].private
-    assert found["public"].startswith("ConfigError: user/typed is there already and public")
+    assert found["public"].startswith("ConfigError: user/typed exists on the Hub and is public")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_refusals(job: Results, what: str, kind: str, part: str) -> None:
 def test_unreachable(job: Results) -> None:
     said = job("unreachable")
     assert said.startswith("hf-zero: ")
-    assert "is the network there, and HF_ENDPOINT right?" in said
+    assert "Check the network and HF_ENDPOINT" in said
 
 
 def test_damaged_checkpoint_makes_nothing(hub: Hub, job: Results) -> None:

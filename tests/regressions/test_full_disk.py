@@ -41,7 +41,7 @@ def full_disk(rank: int, world: int, folder: str) -> None:
         return None
 
     messages = list(itertools.takewhile(lambda message: message is not None, map(save_failing_at, itertools.count())))
-    found = [re.search(rf"{re.escape(folder)}/\.zero_saving/ck/?([\w./]*)", message) for message in messages]
+    found = [re.search(rf"{re.escape(folder)}/\.zero_saving-\w+/ck/?([\w./]*)", message) for message in messages]
     assert all("No space left" in message and match for message, match in zip(messages, found)), messages
     named = {match[1].rstrip(":") for match in found}
     files = ("model.safetensors", "optimizer/exp_avg.safetensors", "zero_state.safetensors", "zero_manifest.json")
