@@ -265,6 +265,13 @@ class ZeroConfig:
             "stay within a group, reduced gradients are summed across groups. 1: all ranks are one group."
         },
     )
+    sp_size: int = field(
+        default=1,
+        metadata={
+            "help": "Neighbouring ranks that share each sample, divided along the sequence (sequence parallelism): attention "
+            "exchanges tokens for heads. It must divide the ranks and the attention heads. 1: every rank has whole samples."
+        },
+    )
     wire: str = field(
         default="none",
         metadata={
@@ -308,6 +315,8 @@ class ZeroConfig:
                 f"replicas={self.replicas} needs stage 1, 2 or 3, found stage {self.stage}, where every rank has a copy of "
                 "everything already: choose another stage, or leave replicas out"
             )
+        if isinstance(self.sp_size, bool) or not isinstance(self.sp_size, int) or self.sp_size < 1:
+            raise ConfigError(f"sp_size must be a whole number of at least 1, found {self.sp_size!r}")
         check_choice("wire", self.wire, WIRES)
         if self.wire != "none" and not self.policy.shard:
             raise ConfigError(
@@ -377,14 +386,15 @@ class ZeroConfig:
 
     def check_world_size(self, world_size: int) -> None:
         """Raises:
-        ConfigError: an offload that this stage does not allow on that many ranks, or replicas that do not divide them.
+        ConfigError: an offload that this stage does not allow on that many ranks, or groups of ranks that do not divide them.
         """
-        if world_size % self.replicas:
-            fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
-            raise ConfigError(
-                f"replicas={self.replicas} does not divide {world_size} rank{'s' if world_size > 1 else ''} into groups of one "
-                f"size: choose one of {fitting}"
-            )
+        for name in ("replicas", "sp_size"):
+            if world_size % getattr(self, name):
+                fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
+                ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} does not divide {ranks} into groups of one size: choose one of {fitting}"
+                )
         if world_size == 1:
             return
         if self.offload_optimizer != "none" and not self.policy.shard:

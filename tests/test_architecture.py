@@ -23,14 +23,14 @@ PACKAGE = ROOT / "hf_zero"
 # docs/DESIGN.md says what each folder is for. A folder imports only folders to its left; lazy imports and those for type
 # checkers count. The public `__init__` imports what it likes.
 FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "plan", "engine", "compat", "diagnostics",
-           "params", "huggingface", "cli")  # fmt: skip
+           "sequence", "params", "huggingface", "cli")  # fmt: skip
 """The empty one: `config`, `errors` and `version`, beside the folders."""
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
 ONLY_HERE = {
     "torch.distributed": ("comm.group_wire", "comm.recorded"),
     "accelerate": ("huggingface",),
-    "transformers": ("huggingface",),
+    "transformers": ("huggingface", "sequence"),  # its attention interface
     "peft": ("huggingface",),
     "huggingface_hub": ("checkpoint.cards", "checkpoint.hub", "checkpoint.weights"),
     # `group_wire`: how many processes the launcher started, which torch reports only once a group is open. `links`: gloo's
@@ -101,6 +101,7 @@ SETTINGS = (
     "keep_gathered",
     "host_memory",
     "replicas",
+    "sp_size",
     "wire",
     "step_in_backward",
     "stall_s",
@@ -372,7 +373,9 @@ def test_nothing_is_dead() -> None:
         "should_training_stop",
         "should_evaluate",
         "_n_gpu",
-    }  # threading, weakref, transformers
+        "sp_backend",
+        "sp_handler",
+    }  # threading, weakref, transformers, accelerate
     for path, tree in parsed_in("hf_zero", "scripts", "benchmarks", "tests").items():
         tests = ROOT / "tests" in path.parents
         for node in ast.walk(tree):

@@ -31,12 +31,12 @@ _LOGGER = logging.getLogger(__name__)
 class ZeroPlugin(ParallelismConfig):
     """Shard models with ZeRO: pass it as `parallelism_config` of an `Accelerator` or of `TrainingArguments`.
 
-    The fields are those of `ZeroConfig`. The plugin is pickled with the training arguments. The sizes of the base class stay
-    1, so that accelerate builds no device mesh and splits data as for plain data parallel.
+    The fields are those of `ZeroConfig`. The plugin is pickled with the training arguments. `sp_size` is a field of the base
+    class, too; its other sizes stay 1, and accelerate builds no device mesh.
 
     Raises:
-        ConfigError: a bad value; a tensor, context or sequence parallel size; an Accelerator exists already and would
-            ignore the plugin.
+        ConfigError: a bad value; a tensor or context parallel size; an Accelerator exists already and would ignore the
+            plugin.
 
     Example:
         >>> args = TrainingArguments("out", parallelism_config=zero.ZeroPlugin(stage=3))
@@ -55,6 +55,7 @@ class ZeroPlugin(ParallelismConfig):
     keep_gathered: int | str | None = setting("keep_gathered")
     host_memory: int | str | None = setting("host_memory")
     replicas: int = setting("replicas")
+    sp_size: int = setting("sp_size")
     wire: str = setting("wire")
     step_in_backward: bool = setting("step_in_backward")
     stall_s: float = setting("stall_s")
@@ -64,23 +65,32 @@ class ZeroPlugin(ParallelismConfig):
     def __post_init__(self) -> None:
         for field in fields(ParallelismConfig):
             self._refuse_inherited(field.name)
-        super().__post_init__()
         _ = self.config
+        self.sp_backend: Any = None
+        super().__post_init__()
+        # With "deepspeed", accelerate's own choice, accelerate and transformers would call DeepSpeed.
+        self.sp_backend, self.sp_handler = "hf_zero", None
         self._refuse_older_accelerator()
 
     def _refuse_inherited(self, name: str) -> None:
         value = getattr(self, name)
         if name.endswith("_size"):
             variable = f"PARALLELISM_CONFIG_{name.upper()}"
+            if name == "sp_size":
+                if os.environ.get(variable, "1") not in ("1", str(value)):
+                    raise ConfigError(
+                        f"{variable}={os.environ[variable]}, and ZeroPlugin has sp_size={value}. Unset the variable, or pass "
+                        f"sp_size={os.environ[variable]}"
+                    )
+                return
             if value is None and os.environ.get(variable, "1") != "1":
                 raise ConfigError(
-                    f"{variable}={os.environ[variable]} asks for a parallelism that ZeroPlugin does not combine with "
-                    "(every rank is a data parallel rank); unset it"
+                    f"{variable}={os.environ[variable]} asks for a parallelism that ZeroPlugin does not combine with; unset it"
                 )
             if value not in (None, 1):
                 raise ConfigError(
-                    f"ZeroPlugin takes no {name} (found {value!r}): every rank is a data parallel rank; tensor, "
-                    "context and sequence parallelism do not go with it. Settings are keywords: ZeroPlugin(stage=3)"
+                    f"ZeroPlugin takes no {name} (found {value!r}): tensor and context parallelism do not go with it. Settings "
+                    "are keywords: ZeroPlugin(stage=3)"
                 )
             setattr(self, name, 1)
         elif name.endswith("_handler") and value is not None:
@@ -116,6 +126,9 @@ class ZeroPlugin(ParallelismConfig):
         meant, plain = self.config.to_dict(), ZeroConfig().to_dict()
         shown = [f"{name}={value!r}" for name, value in given.items() if name == "stage" or meant[name] != plain[name]]
         return f"ZeroPlugin({', '.join(shown)})"
+
+    def get_device_mesh(self, device_type: str | None = None) -> None:
+        """Return no mesh: the engine has process groups of its own."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for `TrainingArguments.to_dict`."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat.compiling import Compile, Compiling
 from ..compat.evaluation import OtherDtype
@@ -21,6 +21,7 @@ from ..errors import StateError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
+from ..sequence.parallel import SequenceParallel
 
 
 class Engine(EngineNames, core.Engine):
@@ -72,6 +73,34 @@ class Engine(EngineNames, core.Engine):
     def is_compiled(self) -> bool:
         """Whether blocks of the model are compiled."""
         return bool(self.observer(Compiling).compiled)
+
+    def local_sequence(
+        self, batch: Mapping[str, Any], num_items_in_batch: Tensor | float | None = None
+    ) -> dict[str, Any]:
+        """Return this rank's part of a batch that the `sp_size` ranks of its group share. A collective.
+
+        `model(**local).loss` is the mean over the tokens of all ranks, the same on every rank, and its backward gives the
+        gradients of one process with the whole sequences. Works with `sp_size=1`, too.
+
+        Args:
+            batch: the whole batch of the group, the same on its ranks: `input_ids` or `inputs_embeds` (rows x tokens), and
+                `labels`, `attention_mask` (padding), `position_ids` and other tensors with these first two dimensions.
+            num_items_in_batch: tokens with a loss in all batches of the step, on all ranks and each group's once, where a step
+                has several backwards. None: the loss is the mean over this batch.
+
+        Returns:
+            Arguments of the model's forward: parts of the tensors, filled up to equal length, with `position_ids`,
+            `attention_mask` and, for language models, `shift_labels`.
+
+        Raises:
+            ConfigError: tensors that cannot be divided along the sequence.
+            RankMismatchError: on the first call: ranks of a group have other batches.
+
+        Example:
+            >>> engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, sp_size=8))
+            >>> model(**engine.local_sequence(batch)).loss.backward()
+        """
+        return self.observer(SequenceParallel).local(batch, num_items_in_batch)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat, diagnostics
+from .. import compat, diagnostics, sequence
 from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
 from ..core.precision import gathered_as
@@ -64,7 +64,7 @@ def shard(
     model, compile_ = take_wrapper_off(model)
     check_ready(model)
     config = config or ZeroConfig()
-    observers = [*compat.observers(), *diagnostics.observers(config)]
+    observers = [*compat.observers(), *diagnostics.observers(config), *sequence.observers(config)]
     try:
         engine = shard_core(
             model,

@@ -1,0 +1,250 @@
+"""Attention over whole sequences whose tokens are divided among ranks: tokens are exchanged for heads, and back.
+
+Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3; Bekman et al., "Arctic Long Sequence Training" (arXiv
+2506.13996), section 3.2. Before attention each rank has all heads of its tokens, during attention all tokens of its heads.
+
+The attention is one of transformers' registered implementations, around the one that the user chose: models call it as they
+call any other. It needs the mask of the whole sequence, so the mask function is registered, too, and returns a `SequenceMask`.
+A call that gets another mask did not come through it, and is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .exchange import SequenceGroup, exchange
+from .parts import Part
+
+_LAYERS = {"full_attention", "sliding_attention", "dense", "sparse"}
+"""What layers of a supported model may be called; `dense` and `sparse` say which MLP they have."""
+_NUMBERS = count(1)
+_HARMLESS = {"position_ids", "labels", "shift_labels", "num_items_in_batch", "cache_position"}
+"""Tensors that models pass to attention, which does not read them or gets them for the whole sequence."""
+
+
+@dataclass(eq=False)
+class SequenceMask:
+    """The mask of a whole sequence, in the form that the chosen implementation takes, and whose part this rank computes."""
+
+    part: Part
+    mask: Any
+
+
+class SequenceAttention:
+    """Registers attention and mask for one model. Outside of a divided forward they are the chosen implementation.
+
+    Attributes:
+        active: the part that the running forward computes; None: whole sequences.
+        calls: attention layers that the running forward has called.
+    """
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self.active: Part | None = None
+        self.calls = 0
+        self._undo: list[Callable[[], object]] = []
+
+    def register(self, configs: list[Any]) -> None:
+        """Make the attention of every model with one of these configurations ours."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        number = next(_NUMBERS)
+        for config in configs:
+            chosen = config._attn_implementation or "eager"
+            name = f"hf_zero_{number}_{chosen}"
+            for interface, function in (
+                (ALL_ATTENTION_FUNCTIONS, torch.compiler.disable(partial(self._attend, chosen))),
+                (ALL_MASK_ATTENTION_FUNCTIONS, partial(self._mask, chosen)),
+            ):
+                if name not in interface:
+                    interface.register(name, function)
+                    self._undo.append(partial(interface._global_mapping.pop, name, None))
+            self._undo.append(partial(setattr, config, "_attn_implementation_internal", chosen))
+            config._attn_implementation_internal = name
+
+    def remove(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _mask(self, chosen: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the mask of the whole sequence while a part of it is computed."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
+
+        function, part = ALL_MASK_ATTENTION_FUNCTIONS[chosen], self.active
+        if part is None or args:
+            return function(*args, **kwargs)
+        both_ways = "allow_is_bidirectional_skip" in kwargs
+        if kwargs["q_length"] != part.local or kwargs["kv_length"] != part.local:
+            _refuse(
+                f"attention from {kwargs['q_length']} to {kwargs['kv_length']} tokens", "another sequence or a cache"
+            )
+        if kwargs.get("use_vmap") or not (both_ways or kwargs.get("allow_is_causal_skip", True)):
+            _refuse("a mask that the model adds to", "an attention mask of its own")
+        mask_function = kwargs["mask_function"]
+        if part.packed is not None and not both_ways:
+            mask_function = packed_sequence_compatibility_function(mask_function, part.position_ids, part.packed)
+            kwargs["allow_is_causal_skip"] = False
+        mask = part.full_mask if both_ways else part.causal_mask
+        whole = {"q_length": part.length, "kv_length": part.length, "q_offset": 0, "kv_offset": 0}
+        attention_mask = None if mask is None else mask.to(kwargs["device"], torch.bool)
+        return SequenceMask(
+            part, function(**{**kwargs, **whole, "mask_function": mask_function, "attention_mask": attention_mask})
+        )
+
+    def _attend(
+        self,
+        chosen: str,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over the whole sequence with this rank's heads. Shapes: rows x heads x tokens x width, as transformers'."""
+        function = _implementation(chosen, module)
+        if not isinstance(mask, SequenceMask):
+            if self.active is not None:
+                _refuse(f"{type(module).__name__} with a mask of type {type(mask).__name__}", "attention of its own")
+            with _named(module, chosen):
+                return function(module, query, key, value, mask, *args, **kwargs)
+        part, size = mask.part, self.group.size
+        self.calls += 1
+        _check_arguments(module, query, key, part, size, args, kwargs)
+        heads, pairs = query.shape[1], key.shape[1]
+        repeats = next(n for n in range(1, heads // pairs + 1) if heads % (pairs * n) == 0 and pairs * n % size == 0)
+        if repeats > 1:
+            key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
+        query, key, value = exchange(self.group, 1, 2, query, key, value)
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = part.position_ids
+        with _named(module, chosen), _grouped(module, heads // (pairs * repeats)):
+            out, _ = function(module, query, key, value, mask.mask, **kwargs)
+        return exchange(self.group, 1, 2, out)[0], None
+
+
+def _implementation(chosen: str, module: nn.Module) -> Callable[..., Any]:
+    """Return the function that the module would call; `eager` is one of each model's file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if chosen != "eager":
+        return ALL_ATTENTION_FUNCTIONS[chosen]
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise ConfigError(
+        f"no eager attention of {type(module).__name__} is known. Load the model with attn_implementation='sdpa', or leave "
+        "sp_size out"
+    )
+
+
+def _check_arguments(
+    module: nn.Module, query: Tensor, key: Tensor, part: Part, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    name = type(module).__name__
+    if query.shape[2] != part.local or key.shape[2] != part.local:
+        _refuse(f"{name} from {query.shape[2]} to {key.shape[2]} tokens", "attention to another sequence or a cache")
+    if query.shape[1] % size:
+        raise ConfigError(heads_text(name, query.shape[1], size))
+    unknown = [key for key, each in kwargs.items() if isinstance(each, Tensor) and each.dim() and key not in _HARMLESS]
+    if args or unknown or hasattr(module, "sinks"):
+        _refuse(f"{name} with {', '.join(unknown) or 'arguments of its own'}", "biases or sinks of its own")
+
+
+def heads_text(name: str, heads: int, size: int) -> str:
+    """What to say where ranks cannot share out the heads."""
+    fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+    return f"sp_size={size} does not divide the {heads} attention heads of {name}. Choose one of {fitting}"
+
+
+def _refuse(found: str, what: str) -> None:
+    raise ConfigError(
+        f"sequence parallelism divides self-attention over one sequence, found {found}. A model with {what} is not supported: "
+        "leave sp_size out"
+    )
+
+
+@contextmanager
+def _named(module: nn.Module, chosen: str) -> Iterator[None]:
+    """Let the module's configuration name the chosen implementation, which flash attention reads there."""
+    config = getattr(module, "config", None)
+    if config is None:
+        yield
+        return
+    before, config._attn_implementation_internal = config._attn_implementation_internal, chosen
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+@contextmanager
+def _grouped(module: nn.Module, groups: int) -> Iterator[None]:
+    """Let the module say how many query heads share a key-value head, after key-value heads were repeated."""
+    before = getattr(module, "num_key_value_groups", None)
+    if before is None or before == groups:
+        yield
+        return
+    module.num_key_value_groups = groups  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+def check_model(model: nn.Module, size: int) -> list[Any]:
+    """Return the configurations of the model, whose attention `SequenceAttention` replaces.
+
+    Raises:
+        ConfigError: the model cannot be divided along the sequence; says why.
+    """
+    known = sys.modules.get("transformers.modeling_utils")
+    inner = [] if known is None else [each for each in model.modules() if isinstance(each, known.PreTrainedModel)]
+    if not inner:
+        raise ConfigError(
+            f"sp_size={size} divides attention of transformers' models, found {type(model).__name__}, which is none. Leave "
+            "sp_size out"
+        )
+    for each in inner:
+        name, config = type(each).__name__, each.config
+        kinds = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
+        mixing = {type(module).__name__ for module in each.modules() if isinstance(module, (nn.Conv1d, nn.RNNBase))}
+        if getattr(each, "_is_stateful", False) or kinds or mixing:
+            found = ", ".join(sorted(kinds | mixing)) or "a state along the sequence"
+            raise ConfigError(
+                f"sp_size={size} divides only attention, and {name} has {found}: tokens of different ranks would not meet "
+                "there. Leave sp_size out, or choose a model with full or sliding attention alone"
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(
+                f"sp_size={size} divides one sequence, and {name} has one of the encoder and one of the decoder. Leave sp_size "
+                "out"
+            )
+        if not each._can_set_attn_implementation():
+            raise ConfigError(
+                f"{name} computes attention without transformers' attention interface, which sp_size={size} needs. Leave "
+                "sp_size out"
+            )
+        if getattr(config, "output_router_logits", False) or getattr(config, "output_attentions", False):
+            raise ConfigError(
+                f"sp_size={size} with output_router_logits or output_attentions, found in the configuration of {name}: their "
+                "values are those of one rank's tokens or heads. Set both to False"
+            )
+        heads = getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(heads_text(name, heads, size))
+    return list({id(each.config): each.config for each in inner}.values())

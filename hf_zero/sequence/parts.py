@@ -1,0 +1,180 @@
+"""A rank's part of a batch that its group shares: what a stock forward takes, and what the loss weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import ConfigError
+
+IGNORED = -100
+"""The label of tokens without a loss, transformers' and torch's default."""
+_PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What collators add for packed rows in flash attention, which can derive it from `position_ids`."""
+_MARK = "_zero_part"
+
+
+@dataclass(eq=False)
+class Part:
+    """How one batch is divided among the ranks of a group. `attention` reads it in every layer, also in recomputations.
+
+    Attributes:
+        rows, length: of the whole batch, padded to a multiple of the group's ranks.
+        local: tokens per row on this rank.
+        causal_mask: which tokens of the whole rows are no padding, for attention that looks back; None: all.
+        full_mask: for attention in both directions, which must not see the tokens that fill up the last part either.
+        position_ids: of the whole rows.
+        packed: number of the sequence of each token where rows hold several; None: one sequence per row.
+        count: tokens of this rank that have a loss; None: the batch has no labels.
+        total: tokens by which the sum of all losses is divided.
+    """
+
+    rows: int
+    length: int
+    local: int
+    causal_mask: Tensor | None
+    full_mask: Tensor | None
+    position_ids: Tensor
+    packed: Tensor | None
+    count: Tensor | None = None
+    total: Tensor | float | None = None
+
+
+def part_of(kwargs: Mapping[str, Any]) -> Part | None:
+    """Return the part that these arguments of a forward belong to; None for arguments that no group has divided."""
+    for value in kwargs.values():
+        part = getattr(value, _MARK, None) if isinstance(value, Tensor) else None
+        if part is not None:
+            return part
+    return None
+
+
+def divide(
+    batch: Mapping[str, Any],
+    size: int,
+    index: int,
+    *,
+    shifts: bool,
+    default_positions: Any,
+    packed_of: Any,
+) -> tuple[dict[str, Any], Part]:
+    """Return part `index` of `size` along the sequence, as arguments of a stock forward.
+
+    Args:
+        batch: `input_ids` or `inputs_embeds` (rows x tokens), and tensors of the same first two dimensions.
+        shifts: the model's loss compares each token's logits with the next label.
+        default_positions: takes the whole `input_ids`, returns the positions that the model gives them; None: 0, 1, 2, …
+        packed_of: takes whole `position_ids`, returns the number of each token's sequence; None: one per row.
+
+    Raises:
+        ConfigError: a tensor of another shape, labels that are not one per token.
+    """
+    named = {name: value for name, value in batch.items() if name not in _FLATTENED or "position_ids" not in batch}
+    main = next((named[name] for name in ("input_ids", "inputs_embeds") if isinstance(named.get(name), Tensor)), None)
+    if main is None or main.dim() < 2:
+        raise ConfigError(
+            f"sequence parallelism needs input_ids or inputs_embeds of rows and tokens, found {sorted(named)}. Pass the whole "
+            "batch by name, as the tokenizer and the collator return it"
+        )
+    rows, tokens = main.shape[:2]
+    given = named.get("attention_mask")
+    labels = named.get("shift_labels", named.get("labels"))
+    positions = named.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 2:
+        positions = named["position_ids"] = positions.expand(rows, -1)
+    _check_shapes(named, rows, tokens)
+    packed = None
+    if positions is None:
+        positions = None if default_positions is None or "input_ids" not in named else default_positions(main)
+        if positions is None:
+            positions = torch.arange(tokens, device=main.device).expand(rows, -1)
+    elif given is None:  # as transformers: rows with a mask hold one sequence
+        packed = packed_of(positions)
+    if labels is not None and shifts and "shift_labels" not in named:
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+    length = -(-tokens // size) * size
+    local = length // size
+    filled = length - tokens
+    whole = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.dim() >= 2}
+    whole["position_ids"] = positions
+    # Without a mask a model would look for packed rows in this part's positions alone: the whole rows decide (`packed`).
+    whole["attention_mask"] = torch.ones_like(positions) if given is None else given
+    if labels is not None:
+        whole["labels"] = labels
+        if shifts:
+            whole["shift_labels"] = labels
+    whole = {name: _filled(value, filled, _PADDING.get(name, 0)) for name, value in whole.items()}
+    mask = whole["attention_mask"]
+    part = Part(
+        rows,
+        length,
+        local,
+        causal_mask=None if given is None else mask if not filled else _filled(given, filled, 1),
+        full_mask=None if given is None and not filled else mask,
+        position_ids=whole["position_ids"],
+        packed=None if packed is None else _filled(packed, filled, -1),
+    )
+    out = {name: value for name, value in named.items() if name not in whole}
+    for name, value in whole.items():
+        out[name] = value[:, index * local : (index + 1) * local].contiguous()
+        setattr(out[name], _MARK, part)
+    if labels is not None:
+        part.count = (out["labels"] != IGNORED).sum()
+    return out, part
+
+
+def _check_shapes(batch: Mapping[str, Any], rows: int, tokens: int) -> None:
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() and (value.dim() < 2 or value.shape[:2] != (rows, tokens)):
+            hint = (
+                "Sequence parallelism trains losses over tokens: leave sp_size out for one label per sample"
+                if name == "labels"
+                else "Leave it out of the batch, or leave sp_size out"
+            )
+            raise ConfigError(
+                f"{name} has the shape {tuple(value.shape)}, and a sequence of {rows} x {tokens} tokens is divided among the "
+                f"ranks of a group. {hint}"
+            )
+    mask = batch.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        raise ConfigError(
+            f"attention_mask must mark padding in rows x tokens under sequence parallelism, found {type(mask).__name__} of "
+            f"{getattr(mask, 'ndim', 0)} dimensions. Pass a padding mask, or position_ids that start anew for packed sequences"
+        )
+
+
+def _filled(value: Tensor, count: int, with_: int) -> Tensor:
+    """Return `value` with `count` more tokens at the end of each row."""
+    if not count:
+        return value
+    return torch.cat([value, value.new_full((value.shape[0], count, *value.shape[2:]), with_)], 1)
+
+
+class Mean(torch.autograd.Function):
+    """The value of the mean over all ranks, with the gradient of this rank's share."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def share_of(loss: Tensor, part: Part, total: Tensor | float, factor: float) -> Tensor:
+    """Return `factor` / `total` times the sum of this rank's losses, from their mean.
+
+    A part without labels has the mean NaN: it counts nothing, and its gradient is zero.
+    """
+    if part.count is None:
+        return loss
+    weight = (part.count * factor / total).to(loss.dtype)
+    return torch.where(part.count > 0, loss * weight, loss.new_zeros(()))
