@@ -41,7 +41,7 @@ STAGES = {
     3: StagePolicy(shard=True, keep_full=False, reduce_each_backward=True),
 }
 
-WIRES = ("none", "int8", "fp8", "int4")
+WIRES = ("none", "int8", "fp8")
 OFFLOADS = ("none", "cpu", "disk", "auto")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -275,8 +275,8 @@ class ZeroConfig:
     wire: str = field(
         default="none",
         metadata={
-            "help": "Format in which gradients and trained matrices travel: none (their types), or blocks of int8, fp8 "
-            "(e4m3) or int4 codes with a scale each, a quarter or an eighth of float32's bytes; sums and masters stay float32.",
+            "help": "Format in which gradients and trained matrices travel: none (their types), or blocks of int8 or "
+            "fp8 (e4m3) codes with a scale each, a quarter of float32's bytes; sums and masters stay float32.",
             "choices": WIRES,
         },
     )
@@ -317,6 +317,8 @@ class ZeroConfig:
             )
         if isinstance(self.sp_size, bool) or not isinstance(self.sp_size, int) or self.sp_size < 1:
             raise ConfigError(f"sp_size must be a whole number of at least 1, found {self.sp_size!r}")
+        if self.wire == "int4":
+            raise ConfigError("wire='int4' was removed. Use wire='int8' or wire='fp8'")
         check_choice("wire", self.wire, WIRES)
         if self.wire != "none" and not self.policy.shard:
             raise ConfigError(

@@ -28,14 +28,14 @@ FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "plan", "engine", "compat"
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
 ONLY_HERE = {
-    "torch.distributed": ("comm.group_wire", "comm.recorded"),
+    "torch.distributed": ("comm.group_wire", "comm.process_group", "comm.recorded"),
     "accelerate": ("huggingface",),
     "transformers": ("huggingface", "sequence"),  # its attention interface
     "peft": ("huggingface",),
     "huggingface_hub": ("checkpoint.cards", "checkpoint.hub", "checkpoint.weights"),
-    # `group_wire`: how many processes the launcher started, which torch reports only once a group is open. `links`: gloo's
+    # `process_group`: how many processes the launcher started, which torch reports only once a group is open. `links`: gloo's
     # network interface, which torch does not report. `tiers.host`: the settings of malloc, which glibc does not report.
-    "os.environ": ("huggingface", "cli", "comm.group_wire", "comm.links", "tiers.host"),
+    "os.environ": ("huggingface", "cli", "comm.process_group", "comm.links", "tiers.host"),
     "os.getenv": ("huggingface", "cli"),
 }
 STREAMS = ("comm.group_wire", "comm.inflight", "tiers.host")

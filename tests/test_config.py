@@ -22,6 +22,8 @@ def test_errors_are_also_the_standard_ones():
         zero.ZeroConfig(reduce_dtype="int8")
     with pytest.raises(zero.ConfigError, match="mixed_precision must be"):
         Precision.of("fp8", None)
+    with pytest.raises(zero.ConfigError, match="wire='int4' was removed. Use wire='int8'"):
+        zero.ZeroConfig(stage=2, wire="int4")
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16"])

@@ -287,11 +287,11 @@ class Saving:
                     except ZeroError as error:  # rank 0 waits for the bytes in any case
                         failure = failure or error
                         mine = torch.zeros(part.numel, dtype=dtype, device="cpu")
-                self._wire.carry(mine, value[part.here], rank)
+                self._wire.send_to_rank_0(mine, value[part.here], rank)
             if self._wire.rank == 0:
                 sources[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
         out: list[Range] = []
-        # Raised only here: a rank that left the loop above would leave rank 0 waiting in `carry`.
+        # Raised only here: a rank that left the loop above would leave rank 0 waiting there.
         with on_all_ranks(self._wire, f"converting weights for {self.target}"):
             if failure is not None:
                 raise failure
@@ -322,7 +322,7 @@ class Saving:
                         copy_to(item.values[start // size : (start + count) // size], data.view(item.dtype))
                 except ZeroError as error:
                     failure = error
-                self._wire.carry(data if mine else None, nothing if mine else data, rank)
+                self._wire.send_to_rank_0(data if mine else None, nothing if mine else data, rank)
                 try:
                     if self._wire.rank == 0 and failure is None:
                         at = offset + start

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.agree import on_all_ranks
-from ..comm.group_wire import home_device, open_wire
+from ..comm.group_wire import open_wire
+from ..comm.process_group import home_device
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from .folder import is_being_saved, remove_left_overs

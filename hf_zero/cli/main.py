@@ -78,7 +78,7 @@ def _default(name: str) -> Any:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")]
 Offload = Literal["none", "cpu", "disk", "auto"]
-Wire = Literal["none", "int8", "fp8", "int4"]
+Wire = Literal["none", "int8", "fp8"]
 
 
 # Commands -----------------------------------------------------------------------------------------

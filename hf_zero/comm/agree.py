@@ -1,4 +1,4 @@
-"""A start that is the same on every rank: same structure or a named error, same values or rank 0's."""
+"""Agreement between ranks: shared errors, equal structure, equal first values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class Report:
-    """What an `on_all_ranks` block tells the other ranks.
+    """What one rank reports to the others in an `on_all_ranks` block.
 
     Attributes:
-        mine: what this rank tells; set inside the block, anything that pickles.
-        everyone: once the block has ended, what each rank told, in rank order.
+        mine: this rank's report: any value that pickles, set inside the block.
+        everyone: the reports of all ranks, in rank order, after the block.
     """
 
     def __init__(self) -> None:
@@ -34,27 +34,28 @@ class Report:
 
 @contextmanager
 def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[Report]:
-    """A block that every rank enters and that fails on all ranks if it fails on one. A collective, at the end of the block.
+    """Run a block on every rank; if it fails on one rank, it fails on all. Ends with a collective.
 
-    The block itself must not communicate: a rank that failed in it would leave the others waiting.
+    The block must not communicate: a rank that fails inside it would leave the others waiting.
 
     Args:
-        what: is done, for the messages.
-        kind: of the error where another rank failed, and for failures here that are no refusal of this package: a disk's,
-            the program's. With RankMismatchError this rank's own failure stays as it is, of whatever class.
+        wire: of all ranks.
+        what: the action, for messages.
+        kind: error class where another rank failed, and for failures here that this package did not raise. With
+            `RankMismatchError` this rank's own failure is raised unchanged.
 
     Raises:
-        ZeroError: this rank's own refusal; KeyboardInterrupt, SystemExit: as they are.
-        CheckpointError (or `kind`): names the first rank that failed, and how; or the other ranks cannot be reached.
+        ZeroError: this rank's own. KeyboardInterrupt and SystemExit are raised unchanged too.
+        CheckpointError: or `kind`: the first rank that failed, and why; or the other ranks cannot be reached.
     """
     report = Report()
     failure: BaseException | None = None
     with wire.watch.doing(what):
         try:
             yield report
-        except BaseException as error:  # also Ctrl-C: the other ranks would wait for this one, which may go on
+        except BaseException as error:  # Ctrl-C too: the other ranks wait for this one, which may continue
             failure = error
-        # Whatever happened, this rank tells it: without a word the others would wait for it in the exchange.
+        # Must reach the exchange after any failure: the other ranks wait there.
         reason = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
             told = wire.exchange((reason, report.mine if failure is None else None))
@@ -77,10 +78,12 @@ def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = Checkpoin
 
 
 def read(wire: SoloWire, values: Callable[[], T], *, may_fail: bool) -> T:
-    """This rank's values on their way into a collective; where getting them may fail, one rank's failure is everyone's.
+    """Return this rank's values for a collective. If reading them fails on one rank, it fails on all.
 
     Args:
-        may_fail: some may rest on disk, here or elsewhere. The same on every rank: it decides whether there is a collective.
+        wire: of all ranks.
+        values: reads them.
+        may_fail: values of some rank may be on disk. The same on every rank: it decides whether there is a collective.
 
     Raises:
         TierError: on every rank.
@@ -103,10 +106,15 @@ def same_structure(
     """Compare settings, parameters and optimizer groups over the ranks.
 
     Args:
+        wire: of all ranks.
+        config: the settings.
+        mixed_precision: the compute precision.
+        specs: by unit, its parameters.
         originals: by optimizer and group, the model's parameters.
+        names: of the parameters.
 
     Raises:
-        RankMismatchError: on every rank, naming the first difference.
+        RankMismatchError: on every rank, with the first difference.
     """
     if wire.size == 1:
         return
@@ -130,9 +138,10 @@ def same_structure(
 
 
 def same_lines(everyone: Sequence[list[str]]) -> None:
-    """
+    """Compare lines of all ranks, in rank order.
+
     Raises:
-        RankMismatchError: ranks have other lines; with the first difference.
+        RankMismatchError: with the first difference.
     """
     for rank, theirs in enumerate(everyone[1:], start=1):
         if theirs != everyone[0]:
@@ -140,7 +149,7 @@ def same_lines(everyone: Sequence[list[str]]) -> None:
 
 
 def _which(optimizer: int) -> str:
-    """Of several optimizers, in a line that one rank shows another."""
+    """Return the optimizer's number for a message; empty for the first."""
     return f" of optimizer {optimizer}" if optimizer else ""
 
 
@@ -156,11 +165,12 @@ def _first_difference(first: list[str], other: list[str], rank: int) -> str:
 
 
 def same_values(wire: SoloWire, named: Iterable[tuple[str, Tensor]], fingerprint: Callable[[Tensor], Tensor]) -> None:
-    """Make every tensor equal to rank 0's; warns with the first that was not.
+    """Set every tensor to rank 0's values; warn with the first that differed.
 
     Args:
+        wire: of all ranks.
         named: the same names in the same order on every rank.
-        fingerprint: of a tensor, as a tensor of the same shape for all: other values give another.
+        fingerprint: maps a tensor to a digest tensor, of one shape for all.
     """
     if wire.size == 1:
         return

@@ -1,11 +1,10 @@
 """Wire formats narrower than the values they stand for: blocks of elements with one scale each.
 
-A block of 256 elements travels as 256 codes and one float32 scale, its largest magnitude over the largest code:
+A block of 256 elements travels as 256 codes of one byte and one float32 scale, its largest magnitude over the largest code:
 
-    format   code                            bytes per element   |x - decoded(x)| at most, per block
-    int8     a whole number from -127 to 127       1.016          absmax / 254
-    fp8      float8_e4m3fn, 448 at most            1.016          |x| / 16, and absmax / 2^18 near 0
-    int4     a whole number from -7 to 7           0.516          absmax / 14
+    format   code                              |x - decoded(x)| at most, per block
+    int8     a whole number from -127 to 127   absmax / 254
+    fp8      float8_e4m3fn, 448 at most        |x| / 16, and absmax / 2^18 near 0
 
 A block with an element that is not finite is decoded to one without a finite element: its scale is not finite.
 
@@ -15,9 +14,7 @@ wire of ZeRO: Wang et al., "ZeRO++" (arXiv 2306.10209), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +24,7 @@ from ..core.precision import dtype_of
 
 BLOCK_NUMEL = 256
 _PIECE_NUMEL = 4096 * BLOCK_NUMEL
-"""Elements that are coded at a time: what is made of them meanwhile is in float32."""
+"""Elements that are coded at a time: temporary buffers are float32."""
 _SCALE_BYTES = 4
 
 
@@ -36,35 +33,31 @@ class Codec:
     """One format.
 
     Attributes:
+        dtype: of a code, one byte.
         largest: magnitude of a code.
-        per_byte: codes in one byte.
         step_of_absmax, step_of_value: the distance between neighbouring codes, as a share of the block's largest magnitude, or
             of the value where that is more.
-        pack: codes as float32 numbers of at most `largest`, not rounded yet, to bytes; 1-D, a multiple of `per_byte` long.
-        unpack: back.
     """
 
+    dtype: torch.dtype
     largest: float
-    per_byte: int
     step_of_absmax: float
     step_of_value: float
-    pack: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor], Tensor]
 
     def nbytes(self, numel: int) -> int:
-        """Of so many elements. Whole blocks, so that scales are aligned."""
-        return _blocks(numel) * (BLOCK_NUMEL // self.per_byte + _SCALE_BYTES)
+        """Return the bytes of `numel` elements. Blocks are whole, so that scales are aligned."""
+        return _blocks(numel) * (BLOCK_NUMEL + _SCALE_BYTES)
 
     @torch.no_grad()
     def encode(self, values: Tensor, out: Tensor, numel: int) -> None:
-        """`values` into `out`.
+        """Write the codes of `values` into `out`.
 
         Args:
-            values: 1-D, floating point, of at most `numel` elements; those that are missing are zeros.
+            values: 1-D, floating point, of at most `numel` elements; missing elements are zeros.
             out: 1-D uint8 of `nbytes(numel)` bytes.
         """
         codes, scales = self._parts(out, numel)
-        # What `values` lacks at its end is sent, too: left as the memory held it, it would be decoded into others' sums.
+        # What `values` lacks at its end is sent, too: uninitialized bytes would be decoded into other ranks' sums.
         scales.zero_()
         codes.zero_()
         for start in range(0, values.numel(), _PIECE_NUMEL):
@@ -76,19 +69,19 @@ class Codec:
             absmax = blocks.abs().amax(1, keepdim=True)
             scales[first : first + count].copy_((absmax / self.largest).view(-1))
             # In [-1, 1] first: the inverse of a subnormal scale is infinite.
-            shares = (blocks / absmax).nan_to_num_(0.0, 0.0, 0.0).mul_(self.largest)
-            packed, low = self.pack(shares.view(-1)), start // self.per_byte
-            codes[low : low + packed.numel()].copy_(packed)
+            shares = (blocks / absmax).nan_to_num_(0.0, 0.0, 0.0).mul_(self.largest).view(-1)
+            if not self.dtype.is_floating_point:
+                shares.round_()
+            codes[start : start + shares.numel()].copy_(shares.to(self.dtype).view(torch.uint8))
 
     @torch.no_grad()
     def decode(self, sent: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """What `encode` has made of `out.numel()` elements, into `out` (1-D, floating point), or added to it."""
+        """Write the values of `out.numel()` codes into `out` (1-D, floating point), or add them to it."""
         codes, scales = self._parts(sent, out.numel())
         for start in range(0, out.numel(), _PIECE_NUMEL):
             target = out[start : start + _PIECE_NUMEL]
-            count, low = _blocks(target.numel()), start // self.per_byte
-            numbers = self.unpack(codes[low : low + count * BLOCK_NUMEL // self.per_byte]).view(count, BLOCK_NUMEL)
-            first = start // BLOCK_NUMEL
+            count, first = _blocks(target.numel()), start // BLOCK_NUMEL
+            numbers = codes[start : start + count * BLOCK_NUMEL].view(self.dtype).float().view(count, BLOCK_NUMEL)
             values = (numbers * scales[first : first + count].view(-1, 1)).view(-1)[: target.numel()]
             if add:
                 target.add_(values)
@@ -97,7 +90,7 @@ class Codec:
 
     @torch.no_grad()
     def rounded(self, values: Tensor) -> Tensor:
-        """What `decode` makes of them (1-D), in their own type."""
+        """Return what `decode` makes of `values` (1-D), in their own dtype."""
         sent = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
         self.encode(values, sent, values.numel())
         out = torch.empty_like(values)
@@ -106,9 +99,9 @@ class Codec:
 
     @torch.no_grad()
     def step(self, values: Tensor) -> Tensor:
-        """The distance between neighbouring codes at each of `values` (1-D, as `decode` gives them), in float32.
+        """Return the distance between neighbouring codes at each of `values` (1-D, as `decode` gives them), in float32.
 
-        The rounding of an element is at most half of it, in a block without an element that is not finite.
+        The rounding of an element is at most half of it, in a block of finite elements.
         """
         numel, count = values.numel(), _blocks(values.numel())
         magnitude = torch.nn.functional.pad(values.float().abs(), (0, count * BLOCK_NUMEL - numel)).view(
@@ -118,8 +111,8 @@ class Codec:
         return torch.maximum(magnitude * self.step_of_value, floor).view(-1)[:numel]
 
     def _parts(self, sent: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Codes, and scales in float32."""
-        length = _blocks(numel) * BLOCK_NUMEL // self.per_byte
+        """Return codes, and scales in float32."""
+        length = _blocks(numel) * BLOCK_NUMEL
         return sent[:length], sent[length:].view(torch.float32)
 
 
@@ -127,29 +120,9 @@ def _blocks(numel: int) -> int:
     return -(-numel // BLOCK_NUMEL)
 
 
-def _pack(dtype: torch.dtype, numbers: Tensor) -> Tensor:
-    return (numbers if dtype.is_floating_point else numbers.round_()).to(dtype).view(torch.uint8)
-
-
-def _unpack(dtype: torch.dtype, codes: Tensor) -> Tensor:
-    return codes.view(dtype).float()
-
-
-def _pack_int4(numbers: Tensor) -> Tensor:
-    low, high = (numbers.round_() + 8).to(torch.uint8).view(-1, 2).unbind(1)
-    return low | (high << 4)
-
-
-def _unpack_int4(codes: Tensor) -> Tensor:
-    return torch.stack((codes & 15, codes >> 4), dim=1).view(-1).float() - 8
-
-
 CODECS = {
-    "int8": Codec(127.0, 1, 1 / 127, 0.0, partial(_pack, torch.int8), partial(_unpack, torch.int8)),
-    "fp8": Codec(
-        448.0, 1, 2.0**-17, 2.0**-3, partial(_pack, torch.float8_e4m3fn), partial(_unpack, torch.float8_e4m3fn)
-    ),
-    "int4": Codec(7.0, 2, 1 / 7, 0.0, _pack_int4, _unpack_int4),
+    "int8": Codec(torch.int8, 127.0, 1 / 127, 0.0),
+    "fp8": Codec(torch.float8_e4m3fn, 448.0, 2.0**-17, 2.0**-3),
 }
 """By the name of the format."""
 
@@ -158,13 +131,13 @@ CODECS = {
 
 
 def fits(codec: Codec | None, numel: int, dtype: torch.dtype) -> bool:
-    """Whether slices of so many elements are coded: where that makes them shorter. float64 and complex ones never are."""
+    """Return True if coding makes slices of `numel` elements shorter. float64 and complex ones are never coded."""
     narrow = dtype in (torch.float32, torch.bfloat16, torch.float16)
     return codec is not None and narrow and codec.nbytes(numel) < numel * dtype.itemsize
 
 
 def gather_codec(span: Span) -> Codec | None:
-    """In whose format a span's slices are gathered; None: as they are."""
+    """Return the format in which a span's slices are gathered; None: their own dtype."""
     codec = CODECS.get(span.spec.gathered_in)
     if span.shards == 1 or span.cuts or not fits(codec, span.slice_numel, dtype_of(span.spec.compute_dtype)):
         return None

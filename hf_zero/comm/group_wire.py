@@ -1,92 +1,81 @@
-"""The wires of several ranks, the only users of `torch.distributed`. Each knows the cheapest way its backend moves buffers.
+"""The wires of several ranks, each with the cheapest transfers of its backend.
 
-* `PairWire`: CPU (gloo). gloo's reduce-scatter sends what an all-reduce sends, and its collectives run one at a time;
-  point-to-point messages send each byte once, run at the same time, and let us sum **in rank order**, so that the
-  result does not depend on the network and equals `((g0 + g1) + g2) / N` to the bit. Ranks of one machine read gathers and
-  reduces out of each other's memory where they may (`direct`); the sums are the same.
+* `PairWire`: CPU (gloo). gloo's reduce-scatter sends as much as an all-reduce, and its collectives run one at a time.
+  Point-to-point messages send each byte once and run concurrently. Sums are made **in rank order**: the result does not
+  depend on the network and equals `((g0 + g1) + g2) / N` to the bit. Ranks of one machine read gathers and reduces from each
+  other's memory where the kernel allows it (`direct`), with the same sums.
 * `CollectiveWire`: the backend's own collectives (NCCL).
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from threading import Thread
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigError, RankMismatchError
+from ..errors import RankMismatchError
 from .codec import Codec, fits
-from .direct import SPANS, Direct, Reader, open_direct
-from .inflight import DONE, Inflight, Latch
-from .mail import server_of
+from .direct import Direct, open_direct
+from .inflight import DONE, Inflight
+from .local_memory import SPANS
+from .process_group import check_ranks, default_group, home_device, interrupt, open_in_thread, reader_of, watcher_of
 from .watch import Wait, Watch
-from .watcher import Watcher
 from .wire import Cuts, SoloWire, average_in_order, land
 
 PIECE_BYTES = 16 << 20
-"""A reduce receives its peers' slices in pieces of at most this size; more than one piece is summed while waiting."""
+"""Size of the pieces in which a reduce receives its peers' slices: one is summed while the next arrives."""
 
-_WATCH = "hf_zero/watch"
-_STEPS_APART = 4  # steps that messages are told apart by: ranks in touch are at most one apart
-_INTERRUPT_TAG = (1 << 31) - 1
-_TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # an engine's own tags; gloo takes 32 bits
+_STEPS_APART = 4  # steps by which messages are told apart: ranks that communicate are at most one apart
+_TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # tags per engine, engines; gloo's tags have 32 bits
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 
-_WATCHERS: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
-"""Of the process, because its threads are: a wire's rank waits for another's that may be in the call of another wire."""
-_READERS: WeakKeyDictionary[dist.ProcessGroup, Reader] = WeakKeyDictionary()
-
-
 class GroupWire(SoloWire):
-    """What both real wires share: small synchronous exchanges over the default group, or another.
+    """Base of the wires of several ranks: exchanges of small values, and coded gathers and reduces.
 
     Attributes:
-        gather_kind, reduce_kind: of `traffic`, under which gathers and reduces count.
+        gather_kind, reduce_kind: kinds of `traffic` that gathers and reduces count as.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__()
-        home: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        home = default_group()
         self.device = device
         self.group: dist.ProcessGroup = group or home
         self.rank, self.size = self.group.rank(), self.group.size()
         self.gather_kind, self.reduce_kind = "gather", "reduce"
-        self.watch = Watch(partial(_interrupt, ref(self.group), device))
-        self.watcher = _watcher(home)
+        self.watch = Watch(partial(interrupt, ref(self.group), device))
+        self.watcher = watcher_of(home)
         self.watcher.join(self.watch, lane)
 
     def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
-        """Of the ranks that stand with this one in one of `groups`, for the same engine: counters and watch are these.
+        """Return the wire over this rank's group of `groups`, for the same engine, counters and watch. A collective.
 
-        What breaks a wait among all breaks one among some. A collective. Groups that were opened before are used again: an
-        engine's messages have its number.
+        An interrupt of this wire breaks waits of that one too. Process groups are opened once and used by later engines too: messages carry the engine's number.
         """
         known, key = self.watcher.groups, str(groups)
         if key not in known:
             with self.watch.doing("opening process groups"):
                 self.barrier()
-                known[key], _ = self._open(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
+                call = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
+                known[key], _ = self._open(call)
         part = type(self)(self.device, known[key])
         self.watch.interrupts += part.watch.interrupts
         part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
-        part.take_number()  # after the watch: the group may be another engine's too, and the number tells messages apart
+        part.take_number()  # must follow the watch: the engine's number tells messages in a shared group apart
         return part
 
     def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
-        """Of `sent` (1-D, `size` equal parts) each rank gets its part; `landing` has what came from each, in rank order.
+        """Send each rank its part of `sent` (1-D, `size` equal parts). `landing` receives one part per rank, in rank order.
 
-        In place of a reduce: counted as one. `sent` must stay unchanged until closed.
+        Counts as a reduce. `sent` must stay unchanged until the transfer is closed.
         """
         raise NotImplementedError
 
@@ -105,11 +94,11 @@ class GroupWire(SoloWire):
         return Inflight((), (), finish)
 
     def reduce_coded(self, source: Tensor, out: Tensor, codec: Codec, tag: int) -> Inflight:
-        """As `reduce`, in a narrower format; `source` may be written again at once.
+        """Reduce in a narrower format. `source` may be written at once.
 
-        Every rank is sent its slice of the codes, all to all, and sums what is decoded in float32, in rank order: one rounding
-        per rank and element on the way, none in the sum. Who keeps a slice uses the decoded values of its own, as the others
-        do. "ZeRO++" (arXiv 2306.10209), section 3.3: the same exchange, where a ring would round at every hop.
+        Every rank receives its slice of all ranks' codes and sums the decoded values in float32, in rank order: each element is
+        rounded once per rank, and the sum is not rounded. The owner of a slice uses its own decoded values, too. "ZeRO++"
+        (arXiv 2306.10209), section 3.3: a ring would round at every hop.
         """
         numel, nbytes = out.numel(), codec.nbytes(out.numel())
         sent = torch.empty(self.size * nbytes, dtype=torch.uint8, device=source.device)
@@ -127,36 +116,17 @@ class GroupWire(SoloWire):
         return Inflight((), (), finish)
 
     def take_number(self) -> None:
-        """The engine has its number: what tells its messages apart follows."""
+        """Set up what tells this engine's messages apart. The watch has the engine's number."""
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
         return Wait(work.wait, self.traffic, self.watch, kind, tag)
 
     def _call(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Make a synchronous call that waits for other ranks."""
+        """Call a function that waits for other ranks."""
         Wait(partial(call, *arguments), self.traffic, self.watch, "other", -1).wait()
 
-    def _open(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Open process groups in another thread: torch waits there for other ranks, and nothing can break that."""
-        over, found, failed = Latch(), [], []
-
-        def run() -> None:
-            try:
-                found.append(call(*arguments))
-            except Exception as error:
-                failed.append(error)
-            finally:
-                over.set()
-
-        Thread(target=run, name="hf_zero opens a group", daemon=True).start()
-        self.watch.interrupts.append(over.set)
-        try:
-            self._call(over.wait)
-        finally:
-            self.watch.interrupts.remove(over.set)
-        if found:
-            return found[0]
-        raise failed[0] if failed else self.watch.error()
+    def _open(self, call: Callable[[], Any]) -> Any:
+        return open_in_thread(self.watch, self._call, call)
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         self.traffic.moved("scalar", value.nbytes * (self.size - 1))
@@ -174,7 +144,7 @@ class GroupWire(SoloWire):
         return value
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
-        # In host memory where the group can: on a GPU the answer would be waited for behind all of forward.
+        # In host memory if the group can: on a GPU the answer would wait for all of forward.
         found = torch.tensor(values, dtype=torch.int32, device=home_device())
         self.traffic.moved("agree", found.numel() * 4 * (self.size - 1))
         work = self._wait_for(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
@@ -190,7 +160,7 @@ class GroupWire(SoloWire):
         self._call(dist.broadcast, tensor, source)
 
     def _message(self, begin: Callable[[list[Tensor], int, int], Any], values: Tensor, peer: int, tag: int) -> None:
-        """One message, ended."""
+        """Start one message and wait for it."""
         try:
             work = begin([values], peer, tag)
         except RuntimeError as error:
@@ -198,16 +168,16 @@ class GroupWire(SoloWire):
         self._wait_for(work, "other").wait()
 
     def _refuse(self, error: RuntimeError) -> NoReturn:
-        """A message could not even be begun: the connection has broken before. As `Wait.wait` does.
+        """Raise for a message that could not be started because its connection is broken; see `Wait.wait`.
 
-        Who begins messages catches by itself: a call in between for each would be one for each message of a step.
+        Callers catch the error themselves: a wrapper around each message would be one more call per message of a step.
         """
         explained = self.watch.explained(error)
         if explained is error:
             raise error
         raise explained from error
 
-    def carry(self, values: Tensor | None, landing: Tensor, source: int, tag: int = 0) -> None:
+    def send_to_rank_0(self, values: Tensor | None, landing: Tensor, source: int, tag: int = 0) -> None:
         tag = tag * _TAGS + _COLLECT_TAG
         if source == 0 or self.rank not in (0, source):
             if self.rank == source and values is not None:
@@ -227,9 +197,9 @@ class GroupWire(SoloWire):
         with self.watch.doing("opening a process group"):
             self.barrier()
             group = self._open(partial(dist.new_group, backend="gloo"))
-        beside = PairWire(torch.device("cpu"), group, lane=f"beside {self.watch.engine}")
-        beside.watch.engine = self.watch.engine
-        return beside
+        wire = PairWire(torch.device("cpu"), group, lane=f"side {self.watch.engine}")
+        wire.watch.engine = self.watch.engine
+        return wire
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -243,14 +213,14 @@ class GroupWire(SoloWire):
         watcher = self.watcher
         watcher.open(stall_s)
         watcher.engines += 1
-        told = self.exchange((watcher.engines, watcher.mail.prefix, watcher.fault))
-        faults = [fault for _, _, fault in told if fault is not None]
-        self.watch.engine, prefix, _ = told[0]
-        watcher.settle(stall_s, prefix, faults)
+        reports = self.exchange((watcher.engines, watcher.mail.prefix, watcher.fault))
+        faults = [fault for _, _, fault in reports if fault is not None]
+        self.watch.engine, prefix, _ = reports[0]
+        watcher.agree(stall_s, prefix, faults)
         if faults and self.rank == 0:
             warnings.warn(
                 f"no rank is watched for stalls: the process group's store refuses a connection ({faults[0]})",
-                stacklevel=3,  # who called zero.shard
+                stacklevel=3,  # the caller of zero.shard
             )
         self.take_number()
 
@@ -269,16 +239,16 @@ class GroupWire(SoloWire):
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         if self.rank == 0 and full is None:
             raise RankMismatchError("rank 0 must pass a buffer to collect into")
-        for rank in range(self.size):  # whoever has nothing sends nothing: both sides go by the same `cuts`
+        for rank in range(self.size):
             landing = own if full is None else full[cuts[rank] : cuts[rank + 1]]
-            self.carry(own if rank == self.rank else None, landing, rank, tag)
+            self.send_to_rank_0(own if rank == self.rank else None, landing, rank, tag)
 
 
 class PairWire(GroupWire):
-    """Point-to-point messages on gloo. The tag names the span, so that a message can only meet its own counterpart.
+    """Point-to-point messages on gloo. The tag contains the span, so a message only meets its own counterpart.
 
     Attributes:
-        is_direct: gathers and reduces do without, where ranks can read each other's memory.
+        is_direct: use ranks' memory for gathers and reduces, if they can read each other's.
     """
 
     is_direct = True
@@ -288,19 +258,19 @@ class PairWire(GroupWire):
         self._first_tag = 0
         self._direct: Direct | None = None
         self._asked: Wait | None = None
-        """Of the last `start_maximum`, until its answer is there. A receive that is let go of would block its connection."""
+        """The last `start_maximum` without an answer. A receive that is dropped would block its connection."""
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def take_number(self) -> None:
         self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
         if self.is_direct:
-            self._direct = open_direct(self, _reader)
+            self._direct = open_direct(self, reader_of)
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
-        # No all-reduce: where ranks have diverged two of different lengths would meet, and gloo would abort the process. The
-        # tag has no step in it: the values tell that ranks have made different numbers of steps.
+        # Not an all-reduce: two of different lengths could meet after ranks have diverged, and gloo would abort the process.
+        # The tag has no step: the values show that ranks have made different numbers of steps.
         before, self._asked = self._asked, None
-        if before is not None:  # an exception has left it unanswered
+        if before is not None:  # an exception left it unanswered
             before.wait()
         rows = torch.tensor([values] * self.size, dtype=torch.int32, device="cpu")
         self.traffic.moved("agree", len(values) * 4 * (self.size - 1))
@@ -323,14 +293,13 @@ class PairWire(GroupWire):
 
     @property
     def is_read_directly(self) -> bool:
-        """Whether gathers and reduces are read out of the other ranks' memory. The same on all ranks."""
+        """Return True if gathers and reduces read other ranks' memory. The same on all ranks."""
         return self._direct is not None
 
     def _message_tag(self, tag: int, kind: int) -> int:
-        """What only this engine's message of this span, kind and step has.
+        """Return the tag of this engine's message of a span, kind and step.
 
-        Over one group a rank may be ahead in one of two engines; and one that has made another number of steps must not be
-        given what belongs to this one.
+        A rank may be ahead in one of two engines. One that has made another number of steps must not receive this message.
         """
         return self._first_tag + (tag * _STEPS_APART + self.watch.step % _STEPS_APART) * _TAGS + kind
 
@@ -341,7 +310,7 @@ class PairWire(GroupWire):
         cuts = cuts or range(0, numel * (self.size + 1), numel)
         self.traffic.moved(self.gather_kind, numel * own.element_size() * (self.size - 1))
         place = full[cuts[self.rank] : cuts[self.rank + 1]]
-        # No message brings this rank's own slice: without the copy it would stay what the memory held.
+        # Must be copied: no message brings this rank's own slice.
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
@@ -391,12 +360,13 @@ class PairWire(GroupWire):
                 return self._direct.reduce(source, out, tag, cuts, self.reduce_kind)
             span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
             for peer in self._peers:
-                for part in _pieces(source[cuts[peer] : cuts[peer + 1]], piece):
+                theirs = source[cuts[peer] : cuts[peer + 1]]
+                for part in theirs.split(piece) if theirs.numel() else ():
                     sends += (Wait(group.send([part], peer, tag).wait, traffic, watch, self.reduce_kind, span),)
         except RuntimeError as error:
             self._refuse(error)
         cut = [(start, min(start + piece, mine.numel())) for start in range(0, mine.numel(), piece)]
-        # Pieces of one peer have one tag: gloo gives them out in the order in which receives are begun, here that of the cuts.
+        # Pieces of one peer share a tag: gloo matches them in the order in which receives start.
         pending = [self._receive(source, stop - start, tag, span) for start, stop in cut[:2]]
 
         def finish() -> None:
@@ -406,7 +376,7 @@ class PairWire(GroupWire):
                     work.wait()
                 if index + 2 < len(cut):
                     pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag, span))
-                # In its place among the others, not first or last: sums in another order are other bits on other ranks.
+                # Must stand at this rank's place: sums in another order would have other bits on other ranks.
                 parts[self.rank] = mine[start:stop]
                 average_in_order(parts, out[start:stop])
                 pending[index] = ([], [])
@@ -428,20 +398,20 @@ class PairWire(GroupWire):
 
 
 class CollectiveWire(GroupWire):
-    """The backend's own collectives; waiting makes the current stream wait, never the host."""
+    """The backend's own collectives. Waiting blocks the current stream, never the host."""
 
     ragged = False
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__(device, group, lane)
-        # torch 2.13 renames these two; the old names remain for older releases.
+        # torch 2.13 renames these two; older releases have the old names only.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Callable[..., Any] = (
             getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         )
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        # Gathered and summed here, so that every rank adds in the same order; a few launches, whatever the number of ranks.
+        # Gathered and summed here, so that every rank adds in the same order. The number of launches is constant.
         self.traffic.moved("scalar", value.nbytes * (self.size - 1))
         parts = value.new_empty((self.size, *value.shape))
         self._wait_for(
@@ -453,7 +423,7 @@ class CollectiveWire(GroupWire):
         if own.numel() == 0 and not cuts:
             return DONE
         self.traffic.moved(self.gather_kind, own.numel() * own.element_size() * (self.size - 1))
-        if cuts:  # torch makes a broadcast of each slice, all in one launch
+        if cuts:  # torch broadcasts each slice, all in one launch
             work = dist.all_gather(_ragged(full, cuts), own, group=self.group, async_op=True)
         else:
             work = self._all_gather(full, own, group=self.group, async_op=True)
@@ -474,7 +444,7 @@ class CollectiveWire(GroupWire):
         landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
         total = dist.ReduceOp.SUM
-        if cuts:  # a reduce to each owner, all in one launch
+        if cuts:  # torch reduces to each owner, all in one launch
             begun = dist.reduce_scatter(landing, _ragged(source, cuts), op=total, group=self.group, async_op=True)
         else:
             begun = self._reduce_scatter(landing, source, op=total, group=self.group, async_op=True)
@@ -489,87 +459,20 @@ class CollectiveWire(GroupWire):
         return Inflight((work,), (), finish)
 
 
-_LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables in which torchrun, accelerate and the MPI launchers pass the number of processes that they start."""
-
-
-def rank_count() -> tuple[int, str]:
-    """Return the number of ranks, and where it comes from: the default process group, else the launcher's variable."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), ""
-    for name in _LAUNCHED:
-        value = os.environ.get(name, "")
-        if value.isdecimal() and int(value) > 1:
-            return int(value), name
-    return 1, ""
-
-
 def open_wire(device: torch.device, stall_s: float | None = None) -> SoloWire:
-    """The wire of the default process group for buffers on `device`; `SoloWire` where there is none.
+    """Return the wire of the default process group for buffers on `device`; `SoloWire` for one rank.
 
     Args:
-        stall_s: see `SoloWire.start`; None: as before.
+        device: of the buffers.
+        stall_s: see `SoloWire.start`; None: unchanged.
 
     Raises:
-        ConfigError: the launcher started several processes, and this one has no process group.
+        ConfigError: a launcher started several processes, and this one has no process group.
     """
-    ranks, variable = rank_count()
-    if variable:
-        raise ConfigError(
-            f"{variable} is {ranks}, but no process group is open: every rank would train a model of its own. Call "
-            "torch.distributed.init_process_group() first, or build the Accelerator or TrainingArguments first (on CPU ranks "
-            f"with cpu=True or use_cpu=True). To run each process alone, unset {variable}"
-        )
-    if ranks == 1:
+    if check_ranks() == 1:
         return SoloWire()
-    _watcher(dist.distributed_c10d._get_default_group(), stall_s)
+    watcher_of(default_group(), stall_s)
     return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
-
-
-def _watcher(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
-    found = _WATCHERS.get(home)
-    if found is None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        server = server_of(store)
-        endpoint = (server.host, server.port) if isinstance(server, dist.TCPStore) else None
-        found = Watcher(home, store, endpoint, _WATCH, dist.get_rank(), dist.get_world_size(), stall_s)
-        _WATCHERS[home] = found
-    elif stall_s is not None:
-        found.stall_s = stall_s
-    return found
-
-
-def _reader() -> Reader:
-    home: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-    found = _READERS.get(home)
-    if found is None:
-        found = _READERS[home] = Reader(home)
-    return found
-
-
-def _interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
-    """Break every wait over a group, in whichever thread."""
-    group = of()
-    if group is None:
-        return
-    if device.type != "cpu":
-        group.abort()
-        return
-    # gloo has no abort, but a receive that runs out of time closes all connections of its group. One from a rank whose
-    # connection is closed already fails at once, and closes no other.
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(RuntimeError):
-                group.recv([torch.empty(1, device="cpu")], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
-
-
-def home_device() -> torch.device:
-    """Where buffers must be for the default process group to move them: CPU if its backend can."""
-    if dist.is_available() and dist.is_initialized():
-        group = dist.distributed_c10d._get_default_group()
-        if torch.device("cpu") not in group._device_types:
-            return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _wait_for_all(works: Sequence[Any]) -> None:
@@ -578,10 +481,9 @@ def _wait_for_all(works: Sequence[Any]) -> None:
 
 
 def _divided_first(source: Tensor, size: int) -> float:
-    """What is left to multiply a sum over `size` ranks by, to have their average.
+    """Return the factor that turns a sum over `size` ranks into their average.
 
-    float16 ends at 65,504: a sum that the backend makes in it may overflow where the average is fine, so it is divided first.
-    Where this library sums, it does so in float32.
+    Divides float16 values first: a sum in float16 overflows above 65,504, even if the average does not.
     """
     if source.dtype == torch.float16:
         source.mul_(1.0 / size)
@@ -595,11 +497,3 @@ def _others(full: Tensor, size: int) -> int:
 
 def _ragged(full: Tensor, cuts: Cuts) -> list[Tensor]:
     return [full[low:high] for low, high in pairwise(cuts)]
-
-
-def _pieces(tensor: Tensor, numel: int) -> list[Tensor]:
-    if tensor.numel() == 0:
-        return []
-    if tensor.numel() <= numel:
-        return [tensor]
-    return list(tensor.split(numel))

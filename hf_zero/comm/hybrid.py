@@ -1,9 +1,8 @@
-"""Hybrid sharding: R replicas of what a stage shards, each cut among the S ranks of its own group; N = R x S.
+"""Hybrid sharding: R replicas of the sharded state, each partitioned over the S ranks of its group; N = R x S.
 
-Ranks of a replica are neighbours: rank r is in replica r // S and has slice r % S. Gathers stay within a replica. Gradients are
-reduced within each replica to slices, and then the R equal slices are averaged across replicas: reduce-scatter and all-gather
-among the R ranks that have the same slice, 2 (R-1)/R of a slice sent. gloo's sums are taken in rank order, so results do not
-depend on the network; all replicas get the same bits in any case: their masters stay equal without ever being compared.
+Ranks of a replica are neighbours: rank r is in replica r // S and owns slice r % S. Gathers stay within a replica. Gradients
+are reduced to slices within each replica, then averaged across the R ranks that own the same slice: a reduce-scatter and an
+all-gather, which send 2 (R-1)/R of a slice. All replicas get the same bits, so their masters stay equal.
 
 Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud" (arXiv 2205.00119), section 3; PyTorch's
 HYBRID_SHARD (Zhao et al., arXiv 2304.11277, section 3.2.2).
@@ -24,39 +23,52 @@ from .wire import Cuts, SoloWire
 
 
 def in_replicas(wire: SoloWire, replicas: int) -> SoloWire:
-    """`wire` of an engine with so many replicas; without communication, see `SoloWire.open_groups`.
+    """Return the wire of an engine with `replicas` copies. Does not communicate; see `SoloWire.open_groups`.
 
     Args:
+        wire: of all ranks.
         replicas: divides the number of ranks.
     """
     return wire if replicas == 1 else HybridWire(cast(GroupWire, wire), replicas)
 
 
 class HybridWire(SoloWire):
-    """A wire of all ranks whose gathers and reduces know of replicas. What ranks agree on they agree on all together.
+    """A wire of all ranks whose gathers stay within a replica and whose reduces average across replicas.
 
-    `traffic` counts as `gather` and `reduce` what stays within a replica, and as `across` what goes to other replicas.
+    `traffic` counts messages within a replica as `gather` and `reduce`, and those between replicas as `across`.
 
     Args:
-        world: of all ranks, started.
+        world: the wire of all ranks, started.
+
+    Attributes:
+        shards: number of ranks in a replica.
+        replica: number of this rank's replica.
     """
 
-    ends_alone = False  # the replicas' means are averaged where a reduce ends
+    ends_alone = False  # a reduce ends with messages between replicas
 
     def __init__(self, world: GroupWire, replicas: int) -> None:
         self.world, self.replicas = world, replicas
         self.rank, self.size, self.ragged = world.rank, world.size, world.ragged
         self.device, self.watch, self.traffic = world.device, world.watch, world.traffic
         self.shards = self.size // replicas
-        """Ranks of a replica."""
         self.replica = self.rank // self.shards
-        # Which slice this rank has: all there is where a replica is one rank, and before groups are open.
+        # A wire of one rank is right for replicas of one rank, and until `open_groups`.
         self.shard_group: SoloWire = SoloWire()
         self.shard_group.rank, self.shard_group.size = self.rank % self.shards, self.shards
         self._replicate_group: GroupWire | None = None
         self.traffic.kinds.setdefault("across", Count())
-        for name in ("carry", "side", "sum_scalar", "max_scalar", "start_maximum", "broadcast", "exchange", "barrier"):
-            setattr(self, name, getattr(world, name))  # what goes on among all ranks is theirs
+        for name in (
+            "send_to_rank_0",
+            "side",
+            "sum_scalar",
+            "max_scalar",
+            "start_maximum",
+            "broadcast",
+            "exchange",
+            "barrier",
+        ):
+            setattr(self, name, getattr(world, name))
 
     def open_groups(self) -> None:
         ranks = range(self.size)
@@ -86,7 +98,7 @@ class HybridWire(SoloWire):
         return Inflight((), (), finish)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        """Where a replica is one rank: what plain data parallel does, over all of them."""
+        """Average `source` over all ranks; a replica is one rank."""
         across = self._across()
         if not fits(across.codec, -(-out.numel() // self.replicas), source.dtype):
             return across.average(source, out, tag)
@@ -99,9 +111,9 @@ class HybridWire(SoloWire):
         return Inflight((), (), finish)
 
     def _average_across(self, out: Tensor, sent_as: torch.dtype, tag: int) -> None:
-        """The mean of the replicas' `out` in its place, the same bits in all of them.
+        """Replace `out` by its mean over the replicas, with the same bits in all of them.
 
-        Each of the R ranks sums a part. What is sent is of the type that gradients travel in, also by the rank that keeps it.
+        Each of the R ranks sums one part. Values are sent in the dtype of the gradients.
         """
         across, numel = self._across(), out.numel()
         if not numel:
@@ -109,18 +121,18 @@ class HybridWire(SoloWire):
         part = -(-numel // self.replicas)
         codec = across.codec if fits(across.codec, part, sent_as) else None
         if codec is not None:
-            sent_as = out.dtype  # what is coded
+            sent_as = out.dtype  # the codec encodes it
         total = out
         if sent_as != out.dtype or part * self.replicas != numel:
             total = out.new_zeros(part * self.replicas, dtype=sent_as)
             total[:numel].copy_(out)
         mine = out.new_empty(part)
-        # Closed, not only waited for: the gather writes into `total`, of which other replicas may still be reading their parts.
+        # Must be closed, not only waited for: the gather writes into `total`, which other replicas may still read.
         across.reduce(total, mine, tag).close()
         if codec is not None:
             across.gather_coded(total, mine, codec, tag).close()
         else:
-            # Rounded for itself as well: kept exact, this replica's part would have other bits than the others' copies of it.
+            # Rounded on this rank as well: the exact part would have other bits than the copies of the other ranks.
             across.gather(total, mine.to(sent_as), tag).close()
         if total is not out:
             out.copy_(total[:numel])
@@ -131,5 +143,5 @@ class HybridWire(SoloWire):
         return self._replicate_group
 
     def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
-        if self.replica == 0:  # the others have the same
+        if self.replica == 0:  # all replicas have the same values
             self.shard_group.collect(own, full, tag, cuts)

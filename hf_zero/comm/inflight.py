@@ -1,4 +1,4 @@
-"""Bytes on the move: the one awaitable, returned by everything that transfers, and the counters of all of it."""
+"""Transfers under way: the awaitable that every transfer returns, and counters of calls, bytes and waits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import ClassVar, Protocol
 
 
 class Work(Protocol):
-    """What a process group returns for an asynchronous operation."""
+    """An asynchronous operation of a process group."""
 
     def wait(self) -> object: ...
 
 
 class Latch:
-    """Set once, by another thread. Ctrl-C in a wait for it is `KeyboardInterrupt`, and the latch is as it was.
+    """A flag that another thread sets once. A wait for it can be interrupted (Ctrl-C) and leaves it intact.
 
-    `threading.Event` and `Future` wait in Python code: a signal in the middle of that leaves a lock taken for ever, or comes
-    out as "release unlocked lock".
+    `threading.Event` and `Future` wait in Python code: a signal there can leave a lock taken forever, or raise "release
+    unlocked lock".
 
     Attributes:
-        is_set: never False again.
+        is_set: never becomes False again.
     """
 
     __slots__ = ("_lock", "is_set")
@@ -34,24 +34,27 @@ class Latch:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Safe to call again."""
+        """Set the flag. May be called again."""
         self.is_set = True
-        with contextlib.suppress(RuntimeError):  # nobody has taken it since the last call
+        with contextlib.suppress(RuntimeError):  # already released
             self._lock.release()
 
     def wait(self) -> None:
         while not self.is_set:
-            self._lock.acquire(timeout=0.1)  # one of several who wait gets it, the others look again
+            self._lock.acquire(timeout=0.1)  # one of several waiting threads gets it; the others check `is_set` again
 
 
 class Inflight:
-    """A transfer under way. Dropping it before `close` would free buffers that are still being read or written.
+    """A transfer under way. It must not be dropped before `close`: its buffers are still read or written.
 
-    `wait` returns when the *result* may be used here. `close` returns when also the buffers that were *sent* may be
-    written again; on a fast rank that can be later, and waiting for it early would tie this rank to the slowest peer.
+    `wait` returns when the *result* may be used. `close` returns when the buffers that were *sent* may be written again, too.
+    On a fast rank that can be later, and an early `close` would tie this rank to the slowest peer.
 
     Args:
-        ready: whether `close` would return at once; without, nobody can tell.
+        receives: waited for by `wait`.
+        sends: waited for by `close`.
+        finish: called once after the receives.
+        ready: returns True if `close` would return at once.
     """
 
     __slots__ = ("_finish", "_ready", "_receives", "_sends")
@@ -70,7 +73,7 @@ class Inflight:
 
     @property
     def ready(self) -> bool:
-        """Whether it is known to be over: `close` returns at once."""
+        """Return True if the transfer is known to have ended: `close` returns at once."""
         if not self._receives and not self._sends and self._finish is None:
             return True
         return self._ready is not None and self._ready()
@@ -79,7 +82,7 @@ class Inflight:
         for work in self._receives:
             work.wait()
         self._receives = ()
-        finish, self._finish = self._finish, None  # before the call: a sum that was made half must not be made again
+        finish, self._finish = self._finish, None  # before the call: a half-made sum must not be made again
         if finish is not None:
             finish()
 
@@ -96,7 +99,7 @@ DONE = Inflight()
 
 
 def together(transfers: Sequence[Inflight]) -> Inflight:
-    """All of them as one. Waiting waits for all, so that after an error no buffer is in use; the first error is raised."""
+    """Join transfers into one. Waiting waits for all, so that no buffer is in use after an error; raises the first one."""
 
     def wait() -> None:
         failure: Exception | None = None
@@ -116,7 +119,7 @@ def together(transfers: Sequence[Inflight]) -> Inflight:
 
 @dataclass(slots=True)
 class Count:
-    """Transfers of one kind since the last reset, their payload bytes, and how long somebody stood waiting for them."""
+    """Transfers of one kind since the last reset: calls, payload bytes, and the time that threads waited for them."""
 
     calls: int = 0
     bytes: int = 0
@@ -124,7 +127,7 @@ class Count:
 
 
 class Counters:
-    """A `Count` for each of `KINDS`. Any thread may count, with `lock`."""
+    """One `Count` for each of `KINDS`. Any thread may count, under `lock`."""
 
     KINDS: ClassVar[tuple[str, ...]] = ()
 
@@ -157,9 +160,12 @@ class Counters:
 
 
 class Timed:
-    """`wait` of anything, its time counted.
+    """A wait whose time is counted.
 
     Args:
+        wait: blocks until the transfer has ended.
+        counters: count the time.
+        kind: of the transfer.
         kept: memory that must outlive the transfer.
     """
 

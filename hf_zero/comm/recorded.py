@@ -1,6 +1,6 @@
-"""Wires that tell what they are asked for, in order; and one rank of a world that is not there.
+"""Wires that record their collectives in order, and a process group whose other ranks are absent.
 
-Recording changes neither what is sent nor when: the wire's own methods do the work, over real ranks as over none.
+Recording changes neither what is sent nor when.
 """
 
 from __future__ import annotations
@@ -20,22 +20,29 @@ from .wire import Cuts, SoloWire, Traffic
 
 
 class Listener(Protocol):
-    """Hears of every collective of a wire."""
+    """Receives every collective of a wire."""
 
     def issued(
         self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int, is_all_reduce: bool
     ) -> int:
-        """This rank begins it, and sends so many bytes to `ranks` ranks, itself among them, that are `stride` apart.
+        """Record the start of a collective. Returns its number.
 
-        Returns its number.
+        Args:
+            kind: of `Traffic`.
+            bytes_: sent by this rank.
+            unit: name of the unit; may be empty.
+            phase: of the engine.
+            ranks: number of ranks that take part.
+            stride: distance between two of them.
+            is_all_reduce: the collective is an all-reduce.
         """
 
     def waited(self, number: int) -> None:
-        """Its result is needed."""
+        """Record that the result of a collective is needed."""
 
 
-class _Told(Traffic):
-    """Counters that remember the last kind and bytes that were counted."""
+class _LastTraffic(Traffic):
+    """Counters that keep the kinds and bytes counted since `last` was cleared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,16 +54,15 @@ class _Told(Traffic):
 
 
 class _Recorded(GroupWire):
-    """A wire of one of the two kinds; the methods that move a step's bytes are told to `listener`."""
+    """A wire that reports the collectives of a step to `listener`. `stride` is the distance between its ranks."""
 
     listener: Listener
-    traffic: _Told
+    traffic: _LastTraffic
     stride = 1
-    """Ranks of this wire are so many apart."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__(device, group, lane)
-        self.traffic = _Told()
+        self.traffic = _LastTraffic()
 
     def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
         part = super().among(groups)
@@ -70,8 +76,10 @@ class _Recorded(GroupWire):
         self.traffic.last = []
         return self.traffic.last
 
-    def _tell(self, moved: Sequence[tuple[str, int]], tag: int = -1, is_all_reduce: bool = False) -> Callable[[], None]:
-        """What is returned tells that the results are needed."""
+    def _report(
+        self, moved: Sequence[tuple[str, int]], tag: int = -1, is_all_reduce: bool = False
+    ) -> Callable[[], None]:
+        """Report collectives. Returns a function that reports that their results are needed."""
         unit, phase = self.watch.units.get(tag, ""), self.watch.phase
         numbers = [
             self.listener.issued(kind, bytes_, unit, phase, self.size, self.stride, is_all_reduce)
@@ -84,67 +92,69 @@ class _Recorded(GroupWire):
 
         return waited
 
-    def _heard(self, begin: Callable[..., Inflight], tag: int, *given: Any, is_all_reduce: bool = False) -> Inflight:
+    def _record(self, begin: Callable[..., Inflight], tag: int, *given: Any, is_all_reduce: bool = False) -> Inflight:
         moved = self._begin()
         inner = begin(*given)
         if not moved:
             return inner
-        told = self._tell(moved, tag, is_all_reduce)
+        report_wait = self._report(moved, tag, is_all_reduce)
 
         def finish() -> None:
-            told()
+            report_wait()
             inner.wait()
 
         return Inflight((), (together([inner]),), finish, lambda: inner.ready)
 
-    def _answered(self, ask: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    def _record_scalar(self, ask: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         moved = self._begin()
         found = ask(value)
-        self._tell(moved)()
+        self._report(moved)()
         return found
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        return self._heard(super().gather, tag, full, own, tag, cuts)
+        return self._record(super().gather, tag, full, own, tag, cuts)
 
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        return self._heard(super().reduce, tag, source, out, tag, cuts)
+        return self._record(super().reduce, tag, source, out, tag, cuts)
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        return self._heard(super().average, tag, source, out, tag, is_all_reduce=True)
+        return self._record(super().average, tag, source, out, tag, is_all_reduce=True)
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        return self._answered(super().sum_scalar, value)
+        return self._record_scalar(super().sum_scalar, value)
 
     def max_scalar(self, value: Tensor) -> Tensor:
-        return self._answered(super().max_scalar, value)
+        return self._record_scalar(super().max_scalar, value)
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         moved = self._begin()
         answer = super().start_maximum(values, at_end=at_end)
-        waited = self._tell(moved)
+        report_wait = self._report(moved)
 
-        def told() -> list[int]:
-            waited()
+        def wait() -> list[int]:
+            report_wait()
             return answer()
 
-        return told
+        return wait
 
 
 class RecordedPairs(_Recorded, PairWire):
-    """gloo's wire, recorded."""
+    """The recorded wire of gloo."""
 
-    is_direct = False  # there is no memory of ranks that are not there
+    is_direct = False  # absent ranks have no memory to read
 
 
 class RecordedCollectives(_Recorded, CollectiveWire):
-    """NCCL's, recorded."""
+    """The recorded wire of NCCL."""
 
 
 def recorded_wire(listener: Listener, device: torch.device, *, collectives: bool = False) -> SoloWire:
-    """The wire of the default process group for buffers in host memory; one rank has nothing to tell.
+    """Return a recorded wire of the default process group for buffers in host memory; `SoloWire` for one rank.
 
     Args:
-        collectives: as NCCL would be used, in place of gloo's messages.
+        listener: receives the collectives.
+        device: of the buffers.
+        collectives: call NCCL's collectives in place of gloo's messages.
     """
     if dist.get_world_size() == 1:
         return SoloWire()
@@ -155,16 +165,15 @@ def recorded_wire(listener: Listener, device: torch.device, *, collectives: bool
 
 @contextmanager
 def absent_ranks(world_size: int) -> Iterator[None]:
-    """This process is rank 0 of a process group whose other ranks are not there: every collective returns at once.
+    """Make this process rank 0 of a process group whose other ranks are absent: every collective returns at once.
 
-    What would arrive stays what the memory held: the calls and their bytes are real, the values are not.
+    Calls and bytes are real. Received values are not: buffers keep their contents.
 
     Raises:
         StateError: this process has a process group already.
     """
-
     if dist.is_initialized():
-        raise StateError("a process group is open in this process: ranks that are not there need one of their own")
+        raise StateError("this process has a process group. Absent ranks need a process without one")
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 -- makes the backend "fake" known
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)

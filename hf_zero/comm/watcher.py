@@ -135,7 +135,7 @@ class Watcher:
             self.lanes = {**self.lanes, lane: _Lane(self, lane)}
         self.lanes[lane].join(watch)
 
-    def settle(self, stall_s: float, prefix: str, faults: Sequence[str]) -> None:
+    def agree(self, stall_s: float, prefix: str, faults: Sequence[str]) -> None:
         """What the ranks have agreed on. One rank alone without a watch would look like one that has ended.
 
         Args:

@@ -1,6 +1,6 @@
-"""The wire: what every one offers, and how its bytes and waits are counted. Those of several ranks are in `group_wire`.
+"""The wire: collectives between ranks, and counters of their bytes and waits. `group_wire` has those of several ranks.
 
-Bytes are counted as sent by this rank in the payload, (N-1)/N of a buffer for a gather or a reduce.
+Bytes are the payload that this rank sends: (N-1)/N of a buffer for a gather or a reduce.
 """
 
 from __future__ import annotations
@@ -22,131 +22,138 @@ Cuts = Sequence[int]
 class Traffic(Counters):
     """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts).
 
-    Calls are the collectives that this rank took part in, bytes what it sent. On CUDA waiting occupies the stream and not the
-    host: next to no time there.
+    Calls are the collectives that this rank took part in, bytes those that it sent. On CUDA a wait occupies the stream and
+    takes next to no host time.
     """
 
     KINDS = ("gather", "reduce", "scalar", "agree", "other")
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """Without the times."""
+        """Return calls and bytes, without the times."""
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
 
 
 class SoloWire:
-    """One rank. Also the base: what every wire offers."""
+    """The wire of one rank, and the interface of all wires.
+
+    Attributes:
+        ragged: `reduce` accepts a source without the padding at the span's end.
+        ends_alone: a reduce ends without further messages of this rank, so ranks may wait for it at different places.
+        codec: format of reduces, where it makes them shorter.
+        shard_group: the wire over which one copy of the sharded state is partitioned, if not over all ranks. Its `rank` is
+            the number of this rank's slice.
+    """
 
     rank = 0
     size = 1
     ragged = True
-    """`reduce` takes a source without the padding at the span's end."""
     ends_alone = True
-    """A reduce that has begun ends without a message that this rank begins then: ranks may wait for it at different places."""
     codec: Codec | None = None
-    """In whose format reduces travel, where it is shorter."""
     shard_group: SoloWire | None = None
-    """Of the ranks among which one copy of the sharded state is cut, where these are not all: slices go by its `rank`."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
         self.watch = Watch()
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        """Fill `full` (1-D, `size` equal slices) from all ranks; `own` is this rank's slice, in `full` itself or apart.
-
-        `own` must stay unchanged until the Inflight is closed.
+        """Fill `full` (1-D, `size` equal slices) from all ranks.
 
         Args:
-            cuts: where the ranks' slices of `full` begin, and its end, where they are not equal.
+            full: receives all slices.
+            own: this rank's slice, inside `full` or separate. Must stay unchanged until the transfer is closed.
+            tag: the span's number.
+            cuts: offsets of the ranks' slices in `full` and its end, if they are not equal.
         """
         return DONE
 
     def gather_coded(self, full: Tensor, own: Tensor, codec: Codec, tag: int) -> Inflight:
-        """As `gather`, in a narrower format: every rank's `full` has what the codes of all slices stand for, also of its own.
+        """Gather in a narrower format. Every rank's `full` holds the decoded values, also of its own slice.
 
-        `own` may be written again at once.
+        `own` may be written at once.
         """
         return DONE
 
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
-        """Average the ranks' `source` (1-D, `size` slices) and put this rank's slice of it into `out` (float32 or wider).
-
-        `source` must stay unchanged until closed.
+        """Average the ranks' `source` (1-D, `size` slices) and write this rank's slice into `out` (float32 or wider).
 
         Args:
+            source: must stay unchanged until the transfer is closed.
+            out: receives the slice.
+            tag: the span's number.
             cuts: as for `gather`.
         """
         land(source, out, 1.0)
         return DONE
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
-        """Average the ranks' `source` whole: plain data parallel."""
+        """Average all of the ranks' `source` into `out`: plain data parallel."""
         return self.reduce(source, out, tag)
 
     def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
-        """All slices to rank 0, which passes `full` (CPU); the other ranks pass None. Synchronous."""
+        """Collect all slices on rank 0, which passes `full` (CPU); other ranks pass None. Blocks."""
         if full is not None:
             full.copy_(own)
 
     def open_groups(self) -> None:
-        """Before the first message within a part of the ranks. A collective."""
+        """Open groups of some ranks. A collective; must precede the first message within such a group."""
 
-    def carry(self, values: Tensor | None, landing: Tensor, source: int) -> None:
-        """`values` of rank `source` into rank 0's `landing` (1-D CPU of the same type and length). Other ranks: nothing."""
+    def send_to_rank_0(self, values: Tensor | None, landing: Tensor, source: int) -> None:
+        """Send `values` of rank `source` to rank 0's `landing` (1-D, CPU, same dtype and length). Other ranks do nothing."""
         if values is not None:
             landing.copy_(values)
 
     def side(self) -> SoloWire:
-        """A CPU wire of its own over the same ranks, for another thread. A collective."""
+        """Return a separate CPU wire over the same ranks, for another thread. A collective."""
         return self
 
     def start(self, stall_s: float) -> None:
-        """Before an engine's first message: tags that no other engine's messages have, and the same watch. A collective.
+        """Number the engine, so that its messages do not mix with another engine's. A collective.
 
         Args:
-            stall_s: of the process group from now on, see `watch.Watcher`; 0: waits are not watched.
+            stall_s: of the process group from now on, see `watcher.Watcher`; 0: waits are not watched.
         """
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        """Sum of a tensor (any shape, a few elements) over the ranks, in rank order."""
+        """Return the sum over the ranks of a tensor (any shape, a few elements), in rank order."""
         return value
 
     def max_scalar(self, value: Tensor) -> Tensor:
-        """Maximum over the ranks of each element of a tensor (any shape, a few elements)."""
+        """Return the maximum over the ranks of each element of a tensor (any shape, a few elements)."""
         return value
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
-        """Start to find the maximum over the ranks, element by element; what is returned waits and has it.
+        """Start to compute the maximum over the ranks of each value. Returns a function that waits and returns it.
 
         Args:
-            at_end: of a backward, else at its start: the two do not meet each other.
+            values: of this rank.
+            at_end: at the end of a backward, else at its start: the two messages differ.
         """
         own = list(values)
         return lambda: own
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Rank `source`'s values everywhere. Synchronous."""
+        """Overwrite `tensor` on every rank with rank `source`'s values. Blocks."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Small Python values of all ranks, in rank order."""
+        """Return the small Python values of all ranks, in rank order."""
         return [value]
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called it."""
 
     def ranks_here(self) -> int:
-        """How many ranks run on this machine; a collective."""
+        """Return the number of ranks on this machine. A collective."""
         names = host_names(self)
         return names.count(names[self.rank])
 
 
 def host_names(wire: SoloWire) -> list[str]:
-    """Of each rank's machine. A collective."""
+    """Return the name of each rank's machine. A collective."""
     return wire.exchange(socket.gethostname())
 
 
 def land(source: Tensor, out: Tensor, scale: float) -> None:
-    """out = source * scale; the padding that `source` may lack is zero."""
+    """Write source * scale into `out`; padding that `source` lacks becomes zero."""
     out[: source.numel()].copy_(source)
     if scale != 1.0:
         out[: source.numel()].mul_(scale)
@@ -154,7 +161,7 @@ def land(source: Tensor, out: Tensor, scale: float) -> None:
 
 
 def average_in_order(parts: list[Tensor], out: Tensor) -> None:
-    """out = (((p0 + p1) + p2) + …) / N, summed in the type of `out`."""
+    """Write (((p0 + p1) + p2) + …) / N into `out`, summed in its dtype."""
     if parts[0].dtype == out.dtype:
         torch.add(parts[0], parts[1], out=out)
         rest = parts[2:]
@@ -167,6 +174,6 @@ def average_in_order(parts: list[Tensor], out: Tensor) -> None:
 
 
 def wire_device(wire: SoloWire, default: torch.device) -> torch.device:
-    """Where a tensor must be to travel."""
+    """Return the device on which a wire sends tensors."""
     device = getattr(wire, "device", None)
     return device if isinstance(device, torch.device) else default

@@ -207,7 +207,7 @@ def _whole_matrices(
                 here = torch.empty(shape, dtype=dtype_of(dtype), device="cpu" if wire.rank == 0 else "meta")
                 own = mine.reshape(-1).cpu() if wire.rank == owner else None
                 landing = here.view(-1) if wire.rank == 0 else torch.empty(0, dtype=here.dtype, device="cpu")
-                wire.carry(own, landing, owner)
+                wire.send_to_rank_0(own, landing, owner)
                 out[index][name] = here
     return out
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..comm.group_wire import home_device
+from ..comm.process_group import home_device
 from ..comm.wire import SoloWire
 from ..errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from accelerate.state import GradientState, PartialState
 from accelerate.utils import DistributedType
 
-from ..comm.group_wire import rank_count
+from ..comm.process_group import rank_count
 from ..config import ZeroConfig, setting
 from ..errors import ConfigError
 

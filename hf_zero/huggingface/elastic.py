@@ -21,7 +21,8 @@ from transformers.trainer_utils import has_length
 
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..comm.agree import on_all_ranks
-from ..comm.group_wire import home_device, open_wire
+from ..comm.group_wire import open_wire
+from ..comm.process_group import home_device
 from ..comm.wire import SoloWire
 from ..errors import ConfigError
 from .stock import TrainerBase, replaced, show

@@ -16,7 +16,7 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 
-from ..comm.group_wire import rank_count
+from ..comm.process_group import rank_count
 from ..config import ZeroConfig, explains_names, setting
 from ..errors import ConfigError
 from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer

@@ -17,7 +17,8 @@ from ..checkpoint.kinds import refuse_other_weights
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save import Saving
 from ..comm.agree import on_all_ranks
-from ..comm.group_wire import home_device, open_wire
+from ..comm.group_wire import open_wire
+from ..comm.process_group import home_device
 from .callback import write_card
 from .stock import TrainerBase, replaced
 from .weights import AdapterFormat, hub_format

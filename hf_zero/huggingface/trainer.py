@@ -39,7 +39,8 @@ from ..checkpoint.objects import load_state
 from ..checkpoint.save import Saving
 from ..checkpoint.series import CheckpointSeries, is_ours
 from ..comm.agree import on_all_ranks
-from ..comm.group_wire import home_device, open_wire
+from ..comm.group_wire import open_wire
+from ..comm.process_group import home_device
 from ..comm.wire import SoloWire
 from ..compat.evaluation import cast
 from ..errors import CheckpointError, ConfigError

@@ -27,7 +27,8 @@ from torch.nn.modules.module import (
 )
 
 from ..comm.agree import on_all_ranks
-from ..comm.group_wire import home_device, open_wire
+from ..comm.group_wire import open_wire
+from ..comm.process_group import home_device
 from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, wire_device
 from ..config import OFFLOADS, check_choice

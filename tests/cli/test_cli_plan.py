@@ -231,7 +231,7 @@ def sent(rank: int, world: int, folder: str, settings: dict[str, object]) -> dic
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("stage", "replicas", "wire"), [(2, 2, "int8"), (3, 2, "none"), (1, 1, "int4"), (1, 4, "fp8"), (2, 4, "none")]
+    ("stage", "replicas", "wire"), [(2, 2, "int8"), (3, 2, "none"), (1, 1, "int8"), (1, 4, "fp8"), (2, 4, "none")]
 )
 def test_replicas_and_wire_are_planned_as_they_are_sent(capsys, folder, pools, stage, replicas, wire):
     values = json.loads(run(capsys, "plan", folder, "--world-size", 4, "--zero-stage", stage, "--json",

@@ -208,7 +208,7 @@ def small_exchanges(wire: SoloWire, exact: bool) -> None:
             wire.broadcast(tensor, source)
             assert torch.equal(tensor, values(source, numel)), f"broadcast of {numel} from rank {source}"
             landing = torch.full((numel,), 7.0)
-            wire.carry(values(wire.rank, numel) if wire.rank == source else None, landing, source)
+            wire.send_to_rank_0(values(wire.rank, numel) if wire.rank == source else None, landing, source)
             if wire.rank == 0:
                 assert torch.equal(landing, values(source, numel)), f"carried from rank {source}"
     told = {"rank": wire.rank, "text": "ü" * wire.rank, "none": None}

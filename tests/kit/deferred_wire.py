@@ -36,7 +36,7 @@ from hf_zero.tiers.host import Link
 from hf_zero.tiers.tier import Meter
 from tests.kit.transports import Roads
 
-LOCAL = {"post", "posted", "side", "carry", "collect"}
+LOCAL = {"post", "posted", "side", "send_to_rank_0", "collect"}
 """What a wire offers that is no collective of its own group."""
 
 

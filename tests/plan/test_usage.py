@@ -103,7 +103,7 @@ DISK = {"offload_optimizer": "disk"}
 DEFER = {"defer": True}
 CUT = {"limits": Limits(unit_bytes=150_000)}  # attention | MLP
 CASES = [
-    (2, 2, {"wire": "int8"}, 2), (4, 3, {"replicas": 2, "wire": "int4"}, 1), (2, 3, {"replicas": 2, "wire": "fp8"}, 2),
+    (2, 2, {"wire": "int8"}, 2), (4, 3, {"replicas": 2, "wire": "int8"}, 1), (2, 3, {"replicas": 2, "wire": "fp8"}, 2),
     (2, 1, {"wire": "int8", "dtype": "bf16"}, 1), (2, 3, {"wire": "int8", **CPU, "offload_params": "cpu"}, 1),
     (4, 3, {"replicas": 2}, 1), (2, 2, {"replicas": 2, "dtype": "bf16"}, 1),
     (2, 1, NONE, 1), (2, 2, {"dtype": "bf16"}, 1), (2, 3, NONE, 1), (2, 3, {"dtype": "bf16"}, 2), (2, 0, NONE, 1),

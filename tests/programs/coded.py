@@ -46,8 +46,3 @@ def learns_by_int8(run: Run) -> None:
 @program(only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")}, loose=2.0)
 def learns_by_fp8(run: Run) -> None:
     _learns(run, wire="fp8")
-
-
-@program(only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")}, loose=8.0)
-def learns_by_int4(run: Run) -> None:
-    _learns(run, wire="int4")

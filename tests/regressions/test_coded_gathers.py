@@ -15,7 +15,7 @@ from tests.models import adamw, gpt2, ids
 
 pytestmark = pytest.mark.gloo
 TEXT = "".join(kind.__doc__ or "" for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.MultiheadAttention))
-APART = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 1 / 8}
+APART = {"int8": 1 / 127, "fp8": 1 / 8}
 """Neighbouring codes at most, as a share of the largest value of a block."""
 
 
@@ -86,7 +86,7 @@ def shown(rank: int, world: int, stage: int, wire: str, dtype: str, replicas: in
     [
         (2, 1, "int8", "no", 1),
         (2, 3, "int8", "bf16", 1),
-        (4, 3, "int4", "no", 2),
+        (4, 3, "fp8", "no", 2),
         (3, 2, "fp8", "bf16", 1),
         pytest.param(4, 2, "int8", "no", 2, marks=pytest.mark.slow),
     ],

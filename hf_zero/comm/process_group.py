@@ -1,0 +1,145 @@
+"""The default process group: its ranks, its device, and the threads that all wires over it share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from .direct import Reader
+from .inflight import Latch
+from .mail import server_of
+from .watch import Watch
+from .watcher import Watcher
+
+_LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables in which torchrun, accelerate and the MPI launchers pass the number of processes that they start."""
+_WATCH = "hf_zero/watch"
+_INTERRUPT_TAG = (1 << 31) - 1
+
+# One thread per process group: a rank may wait in one wire for another rank that is in a call of another wire.
+_WATCHERS: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
+_READERS: WeakKeyDictionary[dist.ProcessGroup, Reader] = WeakKeyDictionary()
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the default process group."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def rank_count() -> tuple[int, str]:
+    """Return the number of ranks, and the launcher's variable if no process group is open."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), ""
+    for name in _LAUNCHED:
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 1:
+            return int(value), name
+    return 1, ""
+
+
+def check_ranks() -> int:
+    """Return the number of ranks.
+
+    Raises:
+        ConfigError: a launcher started several processes, and this one has no process group.
+    """
+    ranks, variable = rank_count()
+    if variable:
+        raise ConfigError(
+            f"{variable} is {ranks}, but no process group is open: every rank would train a model of its own. Call "
+            "torch.distributed.init_process_group() first, or build the Accelerator or TrainingArguments first (on CPU ranks "
+            f"with cpu=True or use_cpu=True). To run each process alone, unset {variable}"
+        )
+    return ranks
+
+
+def home_device() -> torch.device:
+    """Return the device of buffers that the default process group can send: CPU if its backend can."""
+    if dist.is_available() and dist.is_initialized() and torch.device("cpu") not in default_group()._device_types:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def watcher_of(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
+    """Return the stall watch of a process group.
+
+    Args:
+        home: the process group.
+        stall_s: its limit from now on; None: unchanged.
+    """
+    found = _WATCHERS.get(home)
+    if found is None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        server = server_of(store)
+        endpoint = (server.host, server.port) if isinstance(server, dist.TCPStore) else None
+        found = Watcher(home, store, endpoint, _WATCH, dist.get_rank(), dist.get_world_size(), stall_s)
+        _WATCHERS[home] = found
+    elif stall_s is not None:
+        found.stall_s = stall_s
+    return found
+
+
+def reader_of() -> Reader:
+    """Return the thread of the default process group that reads other ranks' memory."""
+    home = default_group()
+    found = _READERS.get(home)
+    if found is None:
+        found = _READERS[home] = Reader(home)
+    return found
+
+
+def open_in_thread(watch: Watch, wait: Callable[[Callable[[], None]], None], call: Callable[[], Any]) -> Any:
+    """Open process groups in another thread: torch waits there for other ranks, and no call breaks that wait.
+
+    Args:
+        watch: its interrupts end the wait.
+        wait: waits for a blocking function.
+        call: opens the groups.
+
+    Raises:
+        StallError: the wait was interrupted.
+    """
+    over, found, failed = Latch(), [], []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            failed.append(error)
+        finally:
+            over.set()
+
+    Thread(target=run, name="hf_zero opens a group", daemon=True).start()
+    watch.interrupts.append(over.set)
+    try:
+        wait(over.wait)
+    finally:
+        watch.interrupts.remove(over.set)
+    if found:
+        return found[0]
+    raise failed[0] if failed else watch.error()
+
+
+def interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
+    """Break all waits over a group, in any thread."""
+    group = of()
+    if group is None:
+        return
+    if device.type != "cpu":
+        group.abort()
+        return
+    # gloo has no abort, but a receive that times out closes all connections of its group. If its own connection is closed
+    # already it fails at once and closes no other, so every peer is tried.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1, device="cpu")], peer, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
