@@ -58,7 +58,8 @@ class GroupWire(SoloWire):
     def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
         """Return the wire over this rank's group of `groups`, for the same engine, counters and watch. A collective.
 
-        An interrupt of this wire breaks waits of that one too. Process groups are opened once and used by later engines too: messages carry the engine's number.
+        An interrupt of this wire breaks waits of that one too. Later engines use the same process groups: messages carry the
+        engine's number.
         """
         known, key = self.watcher.groups, str(groups)
         if key not in known:

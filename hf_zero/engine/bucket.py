@@ -193,7 +193,7 @@ class Bucket:
         account = self._account
         account.now["communication"] += nbytes - self._moving_bytes
         self._moving_bytes = nbytes
-        account.look()
+        account.record_peak()
 
     def count_grad(self) -> None:
         """The ledger has the reduced gradient that is in memory."""

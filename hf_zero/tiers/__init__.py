@@ -1,1 +1,1 @@
-"""Where bytes rest: device, host memory, disk."""
+"""Storage on the device, in host memory and on disk."""

@@ -1,8 +1,8 @@
-"""Arrays at rest in files.
+"""Arrays stored in files.
 
-* `OnDisk`: a view of one array, sliced like a tensor. What it views is a `Source`:
+* `OnDisk`: a view of an array, sliced like a tensor. It views a `Source`:
 * `DiskArray`: an array in this rank's own file.
-* `FileSource`, `FilePieces`: arrays in files that are somebody else's, read-only.
+* `FileSource`, `FilePieces`: read-only arrays in a model's own files.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ from .host import Bytes, pages
 from .tier import PIECE_BYTES, Meter
 
 OnDone = Callable[[], object] | None
-"""Called from another thread when a part of a transfer has ended, the last one among them."""
+"""Called from another thread when a part of a transfer has ended; after the last part too."""
 
 
 class Source(Protocol):
-    """A 1-D array in a file, as `OnDisk` needs it."""
+    """A 1-D array in a file."""
 
     dtype: torch.dtype
     numel: int
 
     def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
-        """Fill `values` (CPU, contiguous, of this type) from element `start`."""
+        """Start to fill `values` (CPU, contiguous, same dtype) from element `start`."""
         ...
 
     def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
-        """Write `values` (CPU, contiguous, of this type) from element `start` on."""
+        """Start to write `values` (CPU, contiguous, same dtype) from element `start` on."""
         ...
 
 
 _READ_WHOLE = (
-    "an optimizer's state that rests on disk is no tensor. Read it by zero.full_optimizer_state(param, name), a collective, or "
+    "an optimizer's state on disk is not a tensor. Read it with zero.full_optimizer_state(param, name), a collective, or "
     "zero.local_optimizer_state(param, name)"
 )
 
 
 class OnDisk:
-    """Values at rest in a file, in row-major order. A slice is a view: it costs nothing and writes to the same place.
+    """Values in a file, in row-major order. A slice is a view: it costs nothing and writes to the same file.
 
     Args:
-        start, stop: of the source's elements, these.
-        shape: 1-D where it is not given. Slices are 1-D, of the elements one after another.
+        source: the array.
+        start, stop: the elements of the source that are viewed.
+        shape: of the view; default: 1-D. Slices are 1-D.
     """
 
     __slots__ = ("_numel", "_shape", "_source", "_start")
@@ -78,7 +79,7 @@ class OnDisk:
 
     @property
     def source(self) -> Source:
-        """The whole array."""
+        """Return the array that is viewed."""
         return self._source
 
     @property
@@ -112,35 +113,33 @@ class OnDisk:
         return OnDisk(self._source, self._start + start, self._start + max(start, stop))
 
     def read(self) -> Tensor:
-        """A new CPU tensor."""
+        """Return the values as a new CPU tensor."""
         values = torch.from_numpy(pages(self.numel() * self.element_size())).view(self.dtype)
         values = values.view(self._shape)
         self.begin_read(values).wait()
         return values
 
     def begin_read(self, target: Tensor, on_done: OnDone = None) -> Inflight:
-        """Start to fill `target`: CPU, contiguous, of this type and shape.
+        """Start to fill `target`: CPU, contiguous, same dtype and shape.
 
         Raises:
-            StateError: it is not.
-            TierError: (when waiting) the read failed.
+            StateError: `target` has another dtype or shape.
+            TierError: while waiting: the read failed.
         """
         self._check(target)
         if target.dtype != self.dtype:
-            raise StateError(
-                f"values of {self.dtype} on disk cannot be read into a tensor of {target.dtype} while under way"
-            )
+            raise StateError(f"values of {self.dtype} on disk cannot be read into a tensor of {target.dtype}")
         return self._source.read(self._start, target, on_done)
 
     def begin_write(self, values: Tensor, on_done: OnDone = None) -> Inflight:
-        """Start to write `values`: CPU, contiguous, of this type and shape; they must not change until waited for."""
+        """Start to write `values`: CPU, contiguous, same dtype and shape. They must not change until waited for."""
         return self._source.write(self._start, values, on_done)
 
     def read_into(self, target: Tensor) -> Tensor:
-        """Fill `target` (this shape; any type and device), chunk by chunk.
+        """Fill `target` (same shape; any dtype and device), in chunks.
 
         Raises:
-            StateError: of another shape.
+            StateError: another shape.
             TierError: the read failed.
         """
         self._check(target)
@@ -152,10 +151,10 @@ class OnDisk:
         return target
 
     def copy_(self, values: Values) -> OnDisk:
-        """Write `values` (this shape; any type and device), chunk by chunk.
+        """Write `values` (same shape; any dtype and device), in chunks.
 
         Raises:
-            StateError: of another shape, or these values are read-only.
+            StateError: another shape, or the array is read-only.
             TierError: the write failed.
         """
         self._check(values)
@@ -188,32 +187,35 @@ class OnDisk:
 
 
 Values = Tensor | OnDisk
-"""Values, wherever they rest; 1-D, but for states of parameters of true shape."""
+"""Values on any tier. 1-D, except for states of full matrices."""
 
 
 def flat_of(values: Values) -> Values:
-    """The same values, 1-D; those on disk, and contiguous ones, are not copied."""
+    """Return the same values as 1-D. Copies only tensors that are not contiguous."""
     return values.detach().reshape(-1) if isinstance(values, Tensor) else values[:]
 
 
 def is_array(value: Any) -> bool:
-    """Whether a state of an optimizer is a tensor of numbers, and not one number."""
+    """Return True if an optimizer's state is an array of at least one dimension."""
     return isinstance(value, (Tensor, OnDisk)) and value.dim() > 0
 
 
 def fetch(values: Values) -> Tensor:
-    """The values as a tensor: themselves where they are one, else read from disk."""
+    """Return the values as a tensor; those on disk are read."""
     return values.read() if isinstance(values, OnDisk) else values
 
 
 class DiskArray:
-    """`numel` elements in this rank's file, one after another from a page's start. The content of a new one is undefined.
+    """`numel` elements in this rank's file, in a region of whole pages. A new array has undefined content.
 
     Args:
-        base: values at rest elsewhere, which are read there. They move here, and take space, when they are first written.
+        disk: this rank's file.
+        numel: number of elements.
+        dtype: of the elements.
+        base: another array with the values. They are read there until the first write, which copies them here and takes space.
 
     Raises:
-        TierError: no space.
+        TierError: the disk has no space.
     """
 
     def __init__(self, disk: Disk, numel: int, dtype: torch.dtype, base: Source | None = None) -> None:
@@ -229,13 +231,8 @@ class DiskArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of disk taken."""
+        """Return the bytes of disk in use."""
         return 0 if self._region is None else self._region.nbytes
-
-    @property
-    def base(self) -> Source | None:
-        """Where the values are as long as nothing was written."""
-        return self._base
 
     def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
         base = self._base
@@ -248,14 +245,14 @@ class DiskArray:
         return self._disk.write(self._offset(start), values, on_done)
 
     def close(self) -> None:
-        """Give the space back. Transfers must be over. Safe to call again."""
+        """Release the space. No transfer may be under way. May be called again."""
         self._base = None
         region, self._region = self._region, None
         if region is not None:
             self._disk.give_back(region)
 
     def _leave_base(self) -> None:
-        """The base's values rest here from now on. If they cannot be read, or there is no space, the base stays the base."""
+        """Copy the base's values here. If they cannot be read, or the disk is full, the base remains."""
         with self._lock:
             base = self._base
             if base is None:
@@ -276,7 +273,7 @@ class DiskArray:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells a file from another that took its place, and from itself after it was written to."""
+    """Identifies a file's content: it changes if the file is replaced or written."""
 
     inode: int
     nbytes: int
@@ -284,22 +281,27 @@ class Stamp:
 
     @staticmethod
     def of(file: int | str | os.PathLike[str]) -> Stamp:
-        """Of a path or a descriptor.
+        """Return the stamp of a path or descriptor.
 
         Raises:
-            OSError: it is not there.
+            OSError: the file is missing.
         """
         about = os.stat(file)
         return Stamp(about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 class FileSource:
-    """`numel` elements from byte `offset` of a file that is somebody else's, read-only: weights in a safetensors file.
+    """`numel` elements from byte `offset` of a model's own file, read-only: weights in a safetensors file.
 
-    Opened for each read, so that thousands of tensors hold no descriptors.
+    The file is opened for each read: thousands of tensors hold no descriptors.
 
     Args:
-        stamp: the file's when `offset` was found. Reading it raises TierError once it has another.
+        path: the file.
+        offset: of the first element, in bytes.
+        dtype: of the elements.
+        numel: number of elements.
+        meter: counts the reads.
+        stamp: of the file when `offset` was determined. A read of a file with another stamp raises TierError.
     """
 
     def __init__(
@@ -330,29 +332,32 @@ class FileSource:
             fd = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise TierError(
-                f"{self.path} cannot be opened: {error.strerror or error}; weights rest in this file while training runs: "
+                f"{self.path} cannot be opened: {error.strerror or error}. Weights are read from this file during training: "
                 "leave it in place"
             ) from error
         try:
             move("read", fd, array, offset, 1, str(self.path))
-            found = Stamp.of(fd)  # after the read: also what changed meanwhile is noticed
+            found = Stamp.of(fd)  # must follow the read: it detects changes during the read
         finally:
             os.close(fd)
         if self._stamp is not None and found != self._stamp:
             raise TierError(
-                f"{self.path} is not what the model was loaded from any more (found {found}, expected {self._stamp}); weights "
-                "rest in this file while training runs: leave it as it is, or load the model again"
+                f"{self.path} has changed since the model was loaded (found {found}, expected {self._stamp}). Weights are read "
+                "from this file during training: leave it unchanged, or load the model again"
             )
 
     def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
-        raise StateError(f"{self.path}: frozen values at rest in a model's own file cannot be written")
+        raise StateError(f"{self.path}: frozen values in a model's own file cannot be written")
 
 
 class FilePieces:
-    """`numel` elements put together from other arrays at rest, read-only: parameters in a model's own files. Gaps are zeros.
+    """`numel` elements joined from other arrays, read-only: parameters in a model's own files. Gaps are zeros.
 
     Args:
-        parts: of each its first element here, and its values, of type `dtype`; in order, without overlap.
+        numel: number of elements.
+        dtype: of the elements.
+        parts: (first element here, values) of each part; in order, without overlap.
+        meter: counts the reads.
     """
 
     def __init__(
@@ -377,4 +382,4 @@ class FilePieces:
         return Inflight((Timed(together(transfers).close, self._meter, "read"),))
 
     def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
-        raise StateError("frozen values at rest in a model's own files cannot be written")
+        raise StateError("frozen values in a model's own files cannot be written")

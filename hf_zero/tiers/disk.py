@@ -1,6 +1,6 @@
-"""One file without a name: its regions, positional reads and writes, around the page cache where possible (O_DIRECT).
+"""The disk tier's unnamed file: regions, and reads and writes at offsets, past the page cache if possible (O_DIRECT).
 
-Transfers are made by a few threads of the process.
+A few threads of the process make the transfers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from .tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A call in one of the threads.
+    """A call for one of the threads.
 
     Attributes:
-        call: None once it has ended; `error` is what it raised.
-        on_done: called in the thread when it has.
+        call: None after it has ended.
+        on_done: called in the thread afterwards.
+        ended: set when the call has ended.
+        error: what the call raised.
     """
 
     call: Callable[[], None] | None
@@ -47,13 +49,13 @@ class Job:
 
 
 class _Workers:
-    """A few threads for blocking calls. They start when first needed and never hold up the end of the process."""
+    """A few threads for blocking calls. They start at the first call, and do not delay the end of the process."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """After a fork, which threads do not survive: what was queued is the parent's."""
+        """Start over, after a fork: threads do not survive it, and queued calls belong to the parent."""
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -66,9 +68,9 @@ class _Workers:
         self._queue.put(job)
 
     def stop(self) -> None:
-        """Forget what has not begun and see what has to its end, unless the disk hangs.
+        """Drop queued calls and wait for running ones, for a limited time.
 
-        A thread that frees a tensor while the interpreter is taken down aborts the process.
+        A thread that frees a tensor while the interpreter shuts down would abort the process.
         """
         with self._lock, contextlib.suppress(Empty):
             while True:
@@ -86,7 +88,7 @@ class _Workers:
                     job.call()
             except BaseException as error:
                 job.error = error
-            # Before anybody goes on who waits: whoever then closes the file closes it, and an idle thread holds no buffer.
+            # Must precede `ended`: a waiting thread may close the file next, and an idle thread must hold no buffer.
             job.call = None
             job.ended.set()
             if job.on_done is not None:
@@ -100,17 +102,17 @@ os.register_at_fork(after_in_child=_WORKERS.renew)
 
 
 def submit(call: Callable[[], None], on_done: Callable[[], object] | None = None) -> Job:
-    """Call it in one of the threads."""
+    """Run a call in one of the threads."""
     job = Job(call, on_done)
     _WORKERS.submit(job)
     return job
 
 
 def inflight(jobs: Sequence[Job], meter: Meter, kind: str) -> Inflight:
-    """Over when all of them are; the time that anybody waits is counted."""
+    """Return a transfer that ends with the last of the jobs. The time of waits is counted."""
 
     def wait() -> None:
-        for job in jobs:  # all, so that after an error no buffer is in use any more
+        for job in jobs:  # all of them: no buffer may be in use after an error
             job.ended.wait()
         for job in jobs:
             if job.error is not None:
@@ -120,16 +122,16 @@ def inflight(jobs: Sequence[Job], meter: Meter, kind: str) -> Inflight:
 
 
 _ADVICE = {
-    errno.ENOSPC: "free space there, or set offload_dir to a folder on a larger disk",
-    errno.EDQUOT: "the quota is used up: free space, or set offload_dir to a folder on another disk",
-    errno.EFBIG: "raise the limit of file sizes (ulimit -f unlimited), or set offload_dir to a folder on another file system",
-    errno.EIO: "the disk failed: see the kernel's log, set offload_dir to a folder on another disk",
+    errno.ENOSPC: "Free some space, or set offload_dir to a folder on a larger disk",
+    errno.EDQUOT: "The quota is used up: free some space, or set offload_dir to a folder on another disk",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f unlimited), or set offload_dir to a folder on another file system",
+    errno.EIO: "The disk failed: check the kernel's log, and set offload_dir to a folder on another disk",
 }
-_ENDED = "something else cut the file short: no other process may write to it while training runs"
+_ENDED = "the file was truncated: no other process may write to it during training"
 
 
 def move(kind: str, fd: int, array: Bytes, offset: int, grain: int, where: str) -> None:
-    """Read into or write from `array` at byte `offset` until all is moved. With `grain`, pieces stay multiples of it."""
+    """Read into `array` or write it, at byte `offset`. Short transfers continue; pieces stay multiples of `grain`."""
     call = os.preadv if kind == "read" else os.pwritev
     done = 0
     try:
@@ -146,16 +148,16 @@ def move(kind: str, fd: int, array: Bytes, offset: int, grain: int, where: str) 
 
 
 def failed(error: OSError, what: str) -> TierError:
-    """The error to raise, with what may be done about it."""
-    advice = _ADVICE.get(error.errno or 0, "set offload_dir to another folder")
-    return TierError(f"{what}: {error.strerror or error}; {advice}")
+    """Return the error to raise for a failed system call, with advice."""
+    advice = _ADVICE.get(error.errno or 0, "Set offload_dir to another folder")
+    return TierError(f"{what}: {error.strerror or error}. {advice}")
 
 
 class _Memory:
-    """A tensor's bytes, for numpy. After `Tensor.numpy()` a storage could never be resized again."""
+    """A tensor's bytes for numpy. `Tensor.numpy()` would prevent the storage from ever being resized."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # numpy keeps this object, and so the memory
+        self._tensor = tensor  # numpy keeps this object, and so the memory, alive
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
@@ -168,7 +170,7 @@ def bytes_of(buffer: Tensor | memoryview) -> Bytes:
     if isinstance(buffer, Tensor):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise StateError(
-                f"the disk moves contiguous CPU memory, found a tensor on {buffer.device} with strides {buffer.stride()}"
+                f"the disk needs contiguous CPU memory, found a tensor on {buffer.device} with strides {buffer.stride()}"
             )
         return np.asarray(_Memory(buffer.detach()))
     return np.frombuffer(buffer, np.uint8)
@@ -179,7 +181,7 @@ def bytes_of(buffer: Tensor | memoryview) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of the file: first byte and length, multiples of `ALIGN_BYTES`."""
+    """A range of the file: first byte and length, multiples of `ALIGN_BYTES`."""
 
     offset: int
     nbytes: int
@@ -189,16 +191,16 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, offset, nbytes)
     except OSError as error:
-        # File systems that cannot: the C library's substitute writes single bytes, which O_DIRECT refuses.
+        # Some file systems cannot. The C library's substitute writes single bytes, which O_DIRECT refuses.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         os.ftruncate(fd, offset + nbytes)
 
 
 class _Descriptor:
-    """An open file without a name, emptied and closed when the last transfer and the last owner let go of it.
+    """An open file without a name. It is truncated and closed after its last transfer and its last owner.
 
-    Emptied, since a forked child (a worker of a data loader) has the file open, too, and its space would stay in use.
+    Must be truncated: a forked child (a worker of a data loader) has the file open too, and would keep its space in use.
     """
 
     def __init__(self, number: int) -> None:
@@ -207,12 +209,12 @@ class _Descriptor:
 
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-"""Folders that are memory."""
+"""File systems in memory."""
 
 
 def file_system(folder: str | os.PathLike[str]) -> str:
-    """The kind of file system that `folder` is on, or would be: `ext4`, `tmpfs`; empty where the system does not say."""
-    import psutil  # here: not every process that imports hf_zero asks
+    """Return the kind of file system that a folder is on, or would be: `ext4`, `tmpfs`; empty if unknown."""
+    import psutil  # here: most processes that import hf_zero do not need it
 
     path = Path(os.path.realpath(folder))
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -220,20 +222,22 @@ def file_system(folder: str | os.PathLike[str]) -> str:
 
 
 class Disk:
-    """The file of one rank. It has no name from the start, so its space is free again however the process ends.
+    """The file of one rank. It has no name, so its space is free again however the process ends.
 
-    Overlapping transfers must not be under way at the same time if one of them writes; any others may. A forked child may
-    read and write while the process that made the file keeps it.
+    Transfers that overlap in the file must not be concurrent if one of them writes. A forked child may read and write while
+    the process that created the file keeps it.
 
     Args:
-        folder: None: the system's temporary one. Made, for this user only, where it is missing.
+        folder: holds the file; created for this user only if it is missing. None: the system's temporary folder.
+        rank: this rank, for messages.
+        meter: counts the transfers.
 
     Attributes:
-        where: rank and folder, for messages: the file has no path that could be named.
-        direct: transfers go around the page cache; found out by trying.
+        where: rank and folder, for messages: the file has no path.
+        direct: transfers bypass the page cache; determined by a trial.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or is no folder.
+        ConfigError: the folder cannot be created or written, or is a file.
     """
 
     def __init__(self, folder: str | None, rank: int, meter: Meter) -> None:
@@ -241,57 +245,59 @@ class Disk:
         path = _make_folder(folder)
         self.where = f"disk tier of rank {rank} in {path}"
         try:
-            # O_TMPFILE; where the file system lacks it, a file that is unlinked as soon as it is open.
+            # O_TMPFILE; on file systems without it, a file that is unlinked as soon as it is open.
             with tempfile.TemporaryFile(dir=path, prefix="hf_zero-", buffering=0) as file:
                 self._file: _Descriptor | None = _Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise ConfigError(
-                f"offload_dir {path} cannot be used on rank {rank}: {error.strerror or error}; expected a folder on a "
-                "local disk that this user may write to"
+                f"offload_dir {path} cannot be used on rank {rank}: {error.strerror or error}. Choose a folder on a local disk "
+                "that this user may write to"
             ) from error
         kind = file_system(path)
         if kind in MEMORY_FILE_SYSTEMS:
-            default = ", the temporary folder, as no offload_dir is given" if folder is None else ""
+            default = ", the temporary folder, because offload_dir is not set" if folder is None else ""
             warnings.warn(
-                f"rank {rank}: the disk tier is in {path}{default}: that is {kind}, which is memory. What is offloaded there "
-                "still takes memory; give offload_dir a folder on a disk, or offload to 'cpu'",
+                f"rank {rank}: the disk tier is in {path}{default}: that is {kind}, which is memory. Offloading there takes as "
+                "much memory. Set offload_dir to a folder on a disk, or offload to 'cpu'",
                 RuntimeWarning,
                 stacklevel=2,
             )
         self._end = 0
-        self._free: list[Region] = []  # in order of offset, no two adjacent, none at the end
+        self._free: list[Region] = []  # ordered by offset, no two adjacent, none at the end
         self._lock = threading.Lock()
         self._edges = threading.Lock()
         self.direct = self._takes_direct()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of disk that the file takes."""
+        """Return the bytes of disk that the file takes."""
         return self._end
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that this user may still write to the folder's file system."""
+        """Return the bytes that this user may still write to the folder's file system."""
         about = os.fstatvfs(self.fileno())
         return about.f_bavail * about.f_frsize
 
     def fileno(self) -> int:
-        """Raises:
-        StateError: closed.
+        """Return the descriptor.
+
+        Raises:
+            StateError: the file is closed.
         """
         return self._open().number
 
     def close(self) -> None:
-        """Let go of the file; what rests in it is lost. Transfers under way still end as they should. Safe to call again."""
+        """Release the file and its content. Transfers under way still complete. May be called again."""
         self._file = None
 
     # Space ------------------------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> Region:
-        """A stretch of at least `nbytes`, its blocks allocated now, its content undefined.
+        """Allocate a region of at least `nbytes`. Its content is undefined.
 
         Raises:
-            TierError: no space, with what is needed and what is free.
+            TierError: the disk has no space; with the bytes needed and free.
         """
         nbytes = padded(nbytes)
         with self._lock:
@@ -313,15 +319,15 @@ class Disk:
                 _allocate(fd, self._end, nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, self._end)  # of a failed allocation a part may be there
+                os.ftruncate(fd, self._end)  # a failed allocation may leave a part
             raise failed(
                 error,
-                f"{self.where} needs {nbytes} bytes more beside its {self._end}, {self.free_bytes} are free there",
+                f"{self.where} needs {nbytes} bytes more than its {self._end}, {self.free_bytes} are free there",
             ) from error
         self._end += nbytes
 
     def give_back(self, region: Region) -> None:
-        """For later use by `take`; at the file's end it shrinks the file. No transfer of it may be under way."""
+        """Return a region for reuse by `take`. Shrinks the file at its end. No transfer of the region may be under way."""
         if not region.nbytes or self._file is None:
             return
         with self._lock:
@@ -338,23 +344,25 @@ class Disk:
     # Transfers --------------------------------------------------------------------------------------------------------
 
     def read(self, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None = None) -> Inflight:
-        """Fill `buffer` (CPU, contiguous, any type) from byte `offset` of the file. Waiting raises what went wrong.
+        """Start to fill `buffer` (CPU, contiguous, any dtype) from byte `offset` of the file.
 
         Args:
-            on_done: called from another thread when a part has ended, the last one among them.
+            offset: in bytes.
+            buffer: receives the bytes.
+            on_done: called from another thread when a part has ended; after the last part too.
 
         Raises:
-            TierError: (when waiting) the read failed or the file is too short.
-            StateError: closed, not such a buffer, or not within the file.
+            TierError: while waiting: the read failed or the file is too short.
+            StateError: the file is closed, the buffer is unsuitable, or the range is outside the file.
         """
         return self._start("read", offset, buffer, on_done)
 
     def write(self, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None = None) -> Inflight:
-        """Write `buffer` (CPU, contiguous, any type), which must not change until waited for, to byte `offset` of the file.
+        """Start to write `buffer` (CPU, contiguous, any dtype) at byte `offset`. It must not change until waited for.
 
         Raises:
-            TierError: (when waiting) the write failed.
-            StateError: closed, not such a buffer, or not within the file.
+            TierError: while waiting: the write failed.
+            StateError: the file is closed, the buffer is unsuitable, or the range is outside the file.
         """
         return self._start("write", offset, buffer, on_done)
 
@@ -385,10 +393,10 @@ class Disk:
         move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, self.where)
 
     def _uneven(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
-        """O_DIRECT moves whole aligned blocks: through memory that covers them.
+        """Move bytes through an aligned buffer that covers them: O_DIRECT moves whole blocks.
 
-        A second descriptor without O_DIRECT would be shorter, but the page cache works in units larger than our blocks, and
-        its late writing can undo a direct write to the block beside.
+        A second descriptor without O_DIRECT would be simpler, but the page cache works in larger units: its late write could
+        undo a direct write to a neighbouring block.
         """
         low, high = offset - offset % ALIGN_BYTES, padded(offset + len(array))
         cover = pages(high - low)
@@ -397,7 +405,7 @@ class Disk:
             self._piece(file, "read", cover, low)
             array[:] = inner
             return
-        with self._edges:  # two writes to one block would each bring back the other's old bytes
+        with self._edges:  # two writes to one block would each restore the other's old bytes
             if offset > low:
                 self._piece(file, "read", cover[:ALIGN_BYTES], low)
             if offset + len(array) < high:
@@ -407,11 +415,11 @@ class Disk:
 
     def _open(self) -> _Descriptor:
         if self._file is None:
-            raise StateError(f"{self.where}: closed")
+            raise StateError(f"{self.where}: the file is closed")
         return self._file
 
     def _takes_direct(self) -> bool:
-        """Whether an aligned write and read with O_DIRECT succeed here; if so the file stays in that mode."""
+        """Try an aligned write and read with O_DIRECT. If both succeed, the file stays in that mode."""
         fd = self.fileno()
         mode = fcntl.fcntl(fd, fcntl.F_GETFL)
         region = self.take(ALIGN_BYTES)
@@ -435,17 +443,17 @@ def _make_folder(folder: str | None) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
-        raise ConfigError(f"offload_dir {path} is a file, expected a folder: remove it or choose another") from None
+        raise ConfigError(f"offload_dir {path} is a file, expected a folder. Remove it, or choose another") from None
     except OSError as error:
         raise ConfigError(
-            f"offload_dir {path} cannot be made: {error.strerror or error}; choose a folder on a local disk that this user may "
-            "write to"
+            f"offload_dir {path} cannot be created: {error.strerror or error}. Choose a folder on a local disk that this user "
+            "may write to"
         ) from error
     return path
 
 
 def _discard(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child leaves the parent's values alone
+    if os.getpid() == pid:  # a forked child must not truncate the parent's file
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Fingerprints of values in memory, to see whether somebody wrote to them, and whether ranks have the same."""
+"""Fingerprints of values in memory: they detect writes, and differences between ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from .disk import bytes_of
 
 _BLOCK_BYTES = 8 << 20
 _ROW, _SEEN = 4096, 16
-"""Of so many elements a sample has the first few: what one cache line holds."""
-_CHUNK_NUMEL = 1 << 17
+"""A sample has the first `_SEEN` elements of each `_ROW`: what one cache line holds."""
 
 
 def digest(values: Tensor) -> int:
-    """Of every bit in its place; 1-D and contiguous. On CUDA the host waits for it."""
+    """Return a digest of all bits in order; 1-D and contiguous. On CUDA the host waits for it."""
     data = values.detach().view(torch.uint8)
     if data.device.type == "cpu":
         memory: Any = bytes_of(data)
@@ -35,22 +34,8 @@ def digest(values: Tensor) -> int:
     return int(total)
 
 
-def copied(source: Tensor, target: Tensor) -> int:
-    """Copy, and the digest of what was written, each part while it is in a cache."""
-    if target.device.type != "cpu":
-        target.copy_(source)
-        return digest(target)
-    found = xxhash.xxh3_64()
-    data: Any = bytes_of(target.view(torch.uint8))
-    size = _CHUNK_NUMEL * target.element_size()
-    for at, (values, place) in enumerate(zip(source.split(_CHUNK_NUMEL), target.split(_CHUNK_NUMEL))):
-        place.copy_(values)
-        found.update(data[at * size : (at + 1) * size])
-    return found.intdigest()
-
-
 def sample(values: Tensor) -> int:
-    """As `digest`, of one element in 256, in short runs: enough to see that all of the values were rewritten."""
+    """Return a digest of one element in 256, in short runs: enough to detect that all values were rewritten."""
     values = values.detach()
     if values.numel() < 4 * _ROW:
         return digest(values)
@@ -60,15 +45,13 @@ def sample(values: Tensor) -> int:
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    """A large odd number for each place in a block: exchanged values give another sum."""
+    """Return a large odd number for each place in a block: exchanged values give another sum."""
     generator = torch.Generator().manual_seed(0x9E3779B9)
     return (torch.randint(0, 2**62, (_BLOCK_BYTES,), generator=generator, device="cpu") * 2 + 1).to(device)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Two int64 of the bytes and their places: other values, or the same in another order, give others (for all that 128 bits
-    can tell). Comparable between tensors on the same kind of device.
-    """
+    """Return 128 bits, as two int64, of a tensor's bytes in order. Comparable between devices of one kind."""
     if tensor.device.type == "cpu":
         data: Any = bytes_of(tensor.detach().contiguous().view(-1))
         digest = xxhash.xxh3_128_digest(data)
@@ -77,7 +60,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def mixed_sums(tensor: Tensor) -> Tensor:
-    """`fingerprint` by torch's own kernels: each word is mixed with its place, not linearly, before it is added up."""
+    """Return a fingerprint by torch's own kernels: each word is mixed with its place, nonlinearly, before it is summed."""
     words_by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     word = words_by_size.get(tensor.element_size(), torch.uint8)
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8).view(word)

@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ _mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 HUGE_BYTES = 2 << 20
-"""A huge page on x86 and most of ARM; less than one cannot become one."""
+"""Size of a huge page on x86 and most of ARM. Less memory cannot become one."""
 _HUGE_PAGE: int = getattr(mmap, "MADV_HUGEPAGE", 0)  # Linux has it
 _madvise: Callable[[int, int, int], int] | None = None
 if _HUGE_PAGE:
@@ -37,17 +36,17 @@ if _HUGE_PAGE:
 
 
 def free_at_once(above_bytes: int = 1 << 20) -> None:
-    """From now on host memory of that size or more is the system's again as soon as it is freed. For this process.
+    """Return freed host memory of that size or more to the system at once. For this process, from now on.
 
-    For models that are mostly on disk: in malloc's heap every whole parameter, and in training every gradient, leaves a hole in
-    which the next one does not fit, and the heap grows to the size of what rests on disk.
+    For models that are mostly on disk: in malloc's heap every full parameter, and every gradient in training, would leave a
+    hole that the next one does not fit. The heap would grow to the size of the data on disk.
     """
     _set_thresholds((above_bytes, above_bytes))  # a process may have called `keep_freed` before
 
 
 @contextlib.contextmanager
 def freeing_at_once(above_bytes: int = 1 << 20) -> Iterator[None]:
-    """As `free_at_once`, inside: memory that stays is not allocated in malloc's heap, between the holes of what is freed."""
+    """Do as `free_at_once` inside the block: memory that stays is not allocated between holes of malloc's heap."""
     before, within = _thresholds, (above_bytes, above_bytes)
     if not _is_chosen():
         _set_thresholds(within)
@@ -58,7 +57,7 @@ def freeing_at_once(above_bytes: int = 1 << 20) -> Iterator[None]:
             _set_thresholds(before)
 
 
-_thresholds = 32 << 20, 64 << 20  # of mmap and trim: the highest that glibc sets by itself, as large memory is freed
+_thresholds = 32 << 20, 64 << 20  # of mmap and trim: the highest values that glibc sets by itself
 _lock = threading.Lock()
 
 
@@ -72,7 +71,7 @@ def _set_thresholds(found: tuple[int, int]) -> None:
 
 
 def _is_chosen() -> bool:
-    """malloc's thresholds are set in the environment."""
+    """Return True if the environment sets malloc's thresholds."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     return any(
         f"MALLOC_{name}_THRESHOLD_" in os.environ or f"malloc.{name.lower()}_threshold" in tunables
@@ -81,36 +80,36 @@ def _is_chosen() -> bool:
 
 
 def keep_freed(most_bytes: int = 1 << 30) -> None:
-    """From now on freed host memory below that size stays mapped, for what is allocated next. For this process.
+    """Keep freed host memory below that size mapped, for the next allocation. For this process, from now on.
 
-    For ranks that compute on CPUs: gradients and buckets come and go in each step, and memory that is mapped anew costs seven
-    times as much to fill (a page fault for every 4 KiB). Whoever sets malloc's thresholds in the environment keeps them: its
-    price is resident memory, the holes in the heap among it.
+    For ranks that compute on CPUs: gradients and buckets are temporary, and filling newly mapped memory takes seven times as
+    long (a page fault for every 4 KiB). The price is resident memory, holes in the heap included. Thresholds that the
+    environment sets are kept.
     """
     if not _is_chosen():
         _set_thresholds((most_bytes, most_bytes))
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
-    """Ask the system for huge pages under this memory: fresh memory costs a page fault per 2 MiB then, not one per 4 KiB.
+    """Ask the system for huge pages: new memory then costs one page fault per 2 MiB instead of per 4 KiB.
 
-    For what an engine allocates and gives back in every step on CPU ranks. Advice: where the system does not take it, nothing
-    changes (Linux, `transparent_hugepage` at `madvise` or `always`).
+    For memory that an engine allocates and frees in every step on CPU ranks. A hint: a system that ignores it changes nothing
+    (Linux, `transparent_hugepage` at `madvise` or `always`).
     """
     if _madvise is None or nbytes < HUGE_BYTES:
         return
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages that hold nothing else
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages without other data
     _madvise(begin, (address + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE, _HUGE_PAGE)
 
 
 def pages(nbytes: int) -> Bytes:
-    """Zeroed memory of whole pages, given back to the system when the last tensor on it is gone."""
+    """Return zeroed memory of whole pages. The system gets it back with the last tensor on it."""
     try:
         memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise TierError(
-            f"{nbytes} bytes of host memory were refused: {error.strerror or error}; free host memory, raise this "
-            "process's limit (ulimit -v), or let less rest on the host (host_memory, offload to disk)"
+            f"{nbytes} bytes of host memory were refused: {error.strerror or error}. Free host memory, raise this "
+            "process's limit (ulimit -v), or keep less on the host (host_memory, offload to disk)"
         ) from error
     whole = np.frombuffer(memory, np.uint8)
     use_huge_pages(whole.ctypes.data, whole.nbytes)
@@ -118,7 +117,7 @@ def pages(nbytes: int) -> Bytes:
 
 
 class _OnStream:
-    """What the current stream waits for, and the host does not."""
+    """A wait of the current stream, not of the host."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -128,10 +127,10 @@ class _OnStream:
 
 
 class Link:
-    """The road between host memory and `device`. On a CPU device both ends are host memory and copies are made at once.
+    """Copies between host memory and `device`. On a CPU device both are host memory, and copies are made at once.
 
     Attributes:
-        is_one_memory: what is in host memory can be computed with where it is.
+        is_one_memory: computations can use values in host memory directly.
     """
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
@@ -145,12 +144,14 @@ class Link:
             self._down, self._up, self._work = (torch.cuda.Stream(device) for _ in range(3))
 
     def empty(self, numel: int, dtype: torch.dtype, travels: bool = True) -> Tensor:
-        """Host memory, 1-D, of exactly the size asked for, page-aligned; page-locked for CUDA, so that copies run on their own.
+        """Return host memory, 1-D, of exactly this size, page-aligned; page-locked for CUDA, so that copies are asynchronous.
 
-        torch's allocator of page-locked memory rounds up to powers of two and keeps what it has.
+        torch's allocator of page-locked memory rounds up to powers of two and keeps freed memory.
 
         Args:
-            travels: it is copied from or to the device.
+            numel: number of elements.
+            dtype: of the elements.
+            travels: the memory is copied to or from the device.
         """
         memory = pages(numel * dtype.itemsize)
         if travels and self._locks_pages and memory.nbytes:
@@ -167,15 +168,15 @@ class Link:
                     self.page_locked_bytes += nbytes
                 weakref.finalize(memory, self._unlock_pages, address, nbytes).atexit = False  # type: ignore[misc]
                 return
-            # CUDA also keeps the error for whoever launches the next kernel.
+            # CUDA also reports the error at the next kernel launch: it must be cleared here.
             with contextlib.suppress(RuntimeError):
                 torch.ones((), device=self.device)
         self._locks_pages = False
         warnings.warn(
             f"{nbytes} bytes of host memory could not be page-locked ({cudart.cudaGetErrorString(answer)}; "
-            f"{self.page_locked_bytes} are): from here on pageable memory is used, copies to and from {self.device} are slower "
-            "and do not overlap with computing. "
-            "Raise the limit of locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1) or free host memory",
+            f"{self.page_locked_bytes} are). Pageable memory is used from now on: copies to and from {self.device} are slower "
+            "and do not overlap with computation. Raise the limit of locked memory (ulimit -l unlimited; docker run --ulimit "
+            "memlock=-1), or free host memory",
             stacklevel=3,
         )
 
@@ -184,13 +185,9 @@ class Link:
         with self._lock:
             self.page_locked_bytes -= nbytes
 
-    def behind_up(self) -> AbstractContextManager[object]:
-        """What is started inside comes after all copies up so far, without the current stream's waiting for them."""
-        return torch.cuda.stream(self._up) if self.device.type == "cuda" else contextlib.nullcontext()
-
     @contextlib.contextmanager
     def computing(self, after: Any) -> Iterator[None]:
-        """Inside, another thread than the one that trains computes on the device, after `after`; at the end that is done."""
+        """Compute on the device in a thread other than the training thread, after `after`. Waits for the work at the end."""
         if self.device.type != "cuda":
             yield
             return
@@ -201,16 +198,16 @@ class Link:
         self._work.synchronize()
 
     def mark(self) -> Any:
-        """A point in the current stream's work, for `up(after=)` from another thread; None on a CPU device."""
+        """Record an event in the current stream, for `up(after=)` from another thread; None on a CPU device."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def down(self, source: Tensor, target: Tensor) -> Inflight:
-        """Copy `source` (device) to `target` (host) after what the current stream has to do. Waiting holds the host up.
+        """Copy `source` (device) to `target` (host) after the current stream's work. Waiting blocks the host.
 
-        The memory of `source` may be given back at once, and comes to use again when it has been read.
+        The memory of `source` may be freed at once: it is reused only after it has been read.
 
         Raises:
-            StateError: of different type or length.
+            StateError: dtypes or lengths differ.
         """
         self._count("down", source, target)
         if self.device.type != "cuda":
@@ -221,14 +218,14 @@ class Link:
         return Inflight((Timed(event.synchronize, self.meter, "down", target),), ready=event.query)
 
     def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
-        """Copy `source` (host) to `target` (device) after `after`, or after what the current stream has to do.
+        """Copy `source` (host) to `target` (device) after `after`, else after the current stream's work.
 
-        Waiting holds up the current stream only; closing holds the host up until `source` may be written again.
-        The memory of `target` must not be given back before one of them. (The allocator could be told of the copy by
-        `record_stream`, but would then keep every block given back while the host runs ahead of the device.)
+        Waiting blocks the current stream only. Closing blocks the host until `source` may be written again. The memory of
+        `target` must not be freed before either. (`record_stream` would keep every freed block while the host runs ahead of
+        the device.)
 
         Raises:
-            StateError: of different type or length.
+            StateError: dtypes or lengths differ.
         """
         self._count("up", source, target)
         if self.device.type != "cuda":
@@ -241,7 +238,7 @@ class Link:
     def _count(self, kind: str, source: Tensor, target: Tensor) -> None:
         if source.dtype != target.dtype or source.numel() != target.numel():
             raise StateError(
-                f"a copy {kind} the link needs equal types and lengths, found {source.numel()} x {source.dtype} and "
+                f"a copy {kind} the link needs equal dtypes and lengths, found {source.numel()} x {source.dtype} and "
                 f"{target.numel()} x {target.dtype}"
             )
         self.meter.moved(kind, source.numel() * source.element_size())
@@ -258,6 +255,6 @@ class Link:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory that torch keeps for later back to the device, for others to use."""
+    """Return cached memory of torch's allocator to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

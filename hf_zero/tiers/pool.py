@@ -1,4 +1,4 @@
-"""What the tiers of one engine share: link, file, scratch memory, byte ledger; what is done where device memory is short."""
+"""State that the tiers of one engine share: link, file, scratch memory, and a ledger of allocated bytes."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from .tier import SIZES, Meter, Sizes
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
 KEPT_BUFFERS = 2
-"""Scratch buffers that stay for later, the largest."""
+"""Number of scratch buffers that are kept: the largest."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, on any device, could not allocate."""
+    """Return True for a failed allocation of torch, on any device."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 class Landing(Protocol):
-    """A gradient on its way to where it is stored, through scratch memory."""
+    """A gradient that moves to its tier through scratch memory."""
 
     def advance(self) -> None:
-        """Begin what can begin without waiting."""
+        """Start what can start without waiting."""
 
     def land(self) -> None:
-        """Return when it has arrived."""
+        """Return when the gradient is stored."""
 
 
 KINDS = ("gathered", "communication", "gradients", "staging")
-"""What a ledger counts."""
+"""Kinds of bytes in a ledger."""
 
 
 class Account:
-    """Bytes in one tier, of a `Ledger`.
+    """Bytes of one tier in a `Ledger`.
 
-    Any thread may `add`. To the device's account only the thread that trains adds: it may write to `now` itself, and must then
-    `look` before it frees anything, since peaks are those of the moments that were looked at.
+    Any thread may `add`. Only the training thread writes the device's account: it may write to `now` directly, and must then
+    call `record_peak` before it frees memory.
 
     Attributes:
-        now: by kind, what is there.
+        now: by kind, the bytes allocated.
         peak: by kind, the highest since `begin_step`.
-        peak_total: the same of all kinds together.
+        peak_total: the highest of all kinds together.
     """
 
     __slots__ = ("_lock", "now", "peak", "peak_total")
@@ -59,13 +59,13 @@ class Account:
         self._lock = threading.Lock()
 
     def add(self, kind: str, nbytes: int) -> None:
-        """`nbytes` of `kind` were allocated; negative: freed."""
+        """Count `nbytes` of `kind` as allocated; negative: freed."""
         with self._lock:
             self.now[kind] += nbytes
-            self.look()
+            self.record_peak()
 
-    def look(self) -> None:
-        """`now` may be the highest."""
+    def record_peak(self) -> None:
+        """Update the peaks from `now`."""
         total, peak = 0, self.peak
         for kind in KINDS:
             value = self.now[kind]
@@ -76,40 +76,40 @@ class Account:
             self.peak_total = total
 
     def begin_step(self) -> None:
-        """Peaks are those from now on."""
+        """Start new peaks from the current bytes."""
         with self._lock:
             self.peak, self.peak_total = dict(self.now), sum(self.now.values())
 
 
 class Ledger:
-    """What one engine has allocated, by tier and kind, now and at its highest.
+    """Bytes that one engine has allocated, by tier and kind, now and at their peak.
 
-    Code that allocates or frees adds to it: gathered spans, buckets and gradients (`engine/span.py`, `engine/bucket.py`), host
+    Code that allocates or frees updates it: gathered spans, buckets and gradients (`engine/span.py`, `engine/bucket.py`), host
     buffers (here, `engine/ring.py`). Parameters and optimizer state are not counted: they stay allocated through a step, and
-    torch's optimizers allocate their state themselves.
+    torch's optimizers allocate their own state.
 
     Attributes:
-        device, host: what the engine itself allocates there, beside parameters and optimizer state.
+        device, host: the account of each tier.
     """
 
     def __init__(self) -> None:
         self.device, self.host = Account(), Account()
 
     def begin_step(self) -> None:
-        """Peaks are those from now on."""
+        """Start new peaks from the current bytes."""
         self.device.begin_step()
         self.host.begin_step()
 
 
 class Storage:
-    """What the tiers of one engine share: the link to the device, the file on disk (made when first needed), scratch memory.
+    """State that the tiers of one engine share: the link to the device, the file on disk, scratch memory.
 
     Attributes:
-        meter: bytes moved and time waited, by road.
-        ledger: bytes that are allocated, by tier and kind.
+        meter: bytes moved and time waited, by direction.
+        ledger: allocated bytes, by tier and kind.
         sizes: of blocks and slabs, the same on all ranks.
-        uses_disk: something may rest on disk, here or on another rank; the same on all of them.
-        transient: gradients are consumed as they come (`step_in_backward`): their memory is shared by all shards.
+        uses_disk: some rank may store values on disk; the same on all ranks.
+        transient: gradients are consumed in backward (`step_in_backward`): all shards share their memory.
     """
 
     def __init__(
@@ -136,8 +136,10 @@ class Storage:
 
     @property
     def disk(self) -> Disk:
-        """Raises:
-        ConfigError: the folder cannot be used.
+        """Return the file, created at the first call.
+
+        Raises:
+            ConfigError: the folder cannot be used.
         """
         if self._disk is None:
             self._disk = Disk(self._folder, self._rank, self.meter)
@@ -151,7 +153,7 @@ class Storage:
         """Return `make()`, which allocates `bytes_` of device memory. The ledger counts them as `kind` until they are freed.
 
         Raises:
-            OutOfMemoryError: there is none.
+            OutOfMemoryError: the device has too little memory.
         """
         try:
             made = make()
@@ -166,11 +168,11 @@ class Storage:
             use_huge_pages(made.data_ptr(), bytes_)
         account = self.ledger.device
         account.now[kind] += bytes_
-        account.look()
+        account.record_peak()
         return made
 
     def land(self, gradient: Landing, most: int = 1) -> None:
-        """Count `gradient` among those on their way. Wait for the oldest, so that at most `most` are."""
+        """Add `gradient` to those that move. Wait for the oldest, so that at most `most` remain."""
         others = [other for other in self._landing if other is not gradient]
         while len(others) >= most:
             others.pop(0).land()
@@ -179,7 +181,7 @@ class Storage:
         self._landing = [*others, gradient]
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory to hand back with `give_back`."""
+        """Return host memory; `give_back` returns it."""
         needed = numel * dtype.itemsize
         with self._lock:
             fitting = [memory for memory in self._free if memory.numel() >= needed]
@@ -193,18 +195,14 @@ class Storage:
 
     def give_back(self, memory: Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.untyped_storage())
-        with self._lock:  # the largest stay: they fit whatever comes
+        with self._lock:  # keep the largest: they fit any request
             free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)
             self._free = free[:KEPT_BUFFERS]
         for memory in free[KEPT_BUFFERS:]:
             self.ledger.host.add("staging", -memory.numel())
 
-    def forget(self, memory: Tensor) -> None:
-        """Scratch memory that does not come back: a caller keeps it."""
-        self.ledger.host.add("staging", -memory.untyped_storage().nbytes())
-
     def close(self) -> None:
-        """The file goes away. What rests in it is lost."""
+        """Close the file. Its content is lost."""
         self._landing.clear()
         if self._disk is not None:
             self._disk.close()

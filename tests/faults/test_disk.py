@@ -33,7 +33,7 @@ def cut(rank: int, world: int, place: Path) -> None:
         os.ftruncate(int(mine), 0)
     job.everyone(None)
     error = refusal(lambda: job.step(TAIL[0]))
-    assert ("something else cut the file short" if rank == 1 else "rank 1") in error
+    assert ("the file was truncated" if rank == 1 else "rank 1") in error
     again = Job(rank, world, place)
     again.load(place / "new")
     assert [again.step(step) for step in TAIL] == job.tail
@@ -93,9 +93,9 @@ def read_only() -> AbstractContextManager[None]:
 
 FOLDERS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "is a file, expected a folder": (nullcontext, "a file"),
-    "cannot be made": (nullcontext, "a file/below"),
+    "cannot be created": (nullcontext, "a file/below"),
     "Read-only file system": (read_only, "tier"),
-    "raise the limit of file sizes": (limited, "tier"),
+    "Raise the limit of file sizes": (limited, "tier"),
     "No space left": (full, "tier"),
 }
 """What zero.shard says where the folder is of no use, to all ranks or to rank 1."""

@@ -10,16 +10,15 @@ a mistake there shows nothing. Here it does:
 In both, real transfers go between copies of the buffers, made at the issue, and
 * a source must be the same bytes until the transfer may no longer read it, its storage in place;
 * nobody writes to a destination meanwhile, and its storage stays in place;
-* transfers under way do not overlap, but for what `Link.behind_up` puts in order;
+* transfers under way do not overlap;
 * storages of gathered units stay in place and at their size;
 * `finish` knows of transfers that nobody closed, and compares the order of collectives across ranks (NCCL has no tags).
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -93,8 +92,6 @@ class Transfer:
         self.sources = [(Region(tensor), tensor.detach().clone()) for tensor in looked_at if tensor.numel()]
         self.targets = [(Region(target), arriving) for target, arriving in targets if target.numel()]
         self.landed = False
-        self.after: Sequence[Transfer] = ()
-        """Those that come before it: they have arrived when it has."""
 
     def begin(self, move: Inflight) -> None:
         self.move = move
@@ -120,8 +117,6 @@ class Transfer:
     def land(self) -> None:
         """The end that `wait` shows."""
         with self.watch.lock:
-            for other in self.after:
-                other.land()
             if self.landed:
                 return
             self.check()
@@ -174,7 +169,6 @@ class Watch:
         self.log: list[tuple[str, int]] = []
         self.under_way: list[Transfer] = []
         self.faults: list[str] = []
-        self.behind_up = False
         self._engines: list[zero.Engine] = []
         self._collective = collective
         self.roads = Roads(
@@ -208,15 +202,11 @@ class Watch:
                 ):
                     self.fail(f"unit {unit.name!r} is {unit.state.value}, and its memory was given back")
 
-    def begin(
-        self, transfer: Transfer, issue: Callable[[], Inflight] = lambda: DONE, after: Sequence[Transfer] = ()
-    ) -> Transfer:
-        """Issue it. It may build on those of `after`, which come before it."""
+    def begin(self, transfer: Transfer, issue: Callable[[], Inflight] = lambda: DONE) -> Transfer:
+        """Issue it."""
         with self.lock:
             self.check()
             for other in self.under_way:
-                if other in after:
-                    continue
                 reads, writes = _regions(transfer)
                 read, written = _regions(other)
                 if any(a.overlaps(b) for a in reads for b in written if not other.landed):
@@ -226,7 +216,6 @@ class Watch:
                 if any(a.overlaps(b) for a in writes for b in read):
                     self.fail(f"{transfer.what} writes what {other.what} may still be reading")
             self.under_way.append(transfer)
-            transfer.after = after
         move = issue()
         with self.lock:
             transfer.begin(move)
@@ -237,17 +226,6 @@ class Watch:
         for transfer in self.under_way:
             transfer.move.close()
         self.under_way.clear()
-
-    def arriving_in(self, tensor: Tensor) -> tuple[Tensor, list[Transfer]]:
-        """A copy of `tensor` as it will be when all copies up so far have arrived, and which those are."""
-        region, copy, found = Region(tensor), tensor.detach().clone(), []
-        for transfer in self.under_way:
-            for target, arriving in transfer.targets:
-                if not transfer.landed and transfer.what.startswith("the copy up") and target.overlaps(region):
-                    at = (target.address - region.address) // tensor.element_size()
-                    copy[at : at + arriving.numel()].copy_(arriving)
-                    found.append(transfer)
-        return copy, found
 
     def finish(self) -> list[str]:
         """After the last step, everything closed: what is wrong, on any rank, `under_way` and the order of issue included."""
@@ -299,7 +277,7 @@ class DeferredWire:
             return self._wire.gather(full, own, tag, cuts)
         watch = self._watch
         low = cuts[self._wire.rank] if cuts else self._wire.rank * own.numel()
-        values, after = watch.arriving_in(own) if watch.behind_up else (own.detach().clone(), [])
+        values = own.detach().clone()
         everything = torch.empty_like(full)
         if own.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():  # in its place already
             parts = [(full[:low], everything[:low]), (full[low + own.numel() :], everything[low + own.numel() :])]
@@ -311,9 +289,7 @@ class DeferredWire:
             return self._wire.gather(everything, values, tag, cuts)
 
         transfer = Transfer(watch, f"the gather of span {tag}", [own], parts)
-        if after:
-            transfer.sources = [(Region(own), values.clone())]
-        return watch.begin(transfer, issue, after).inflight(self._closes_with_wait)
+        return watch.begin(transfer, issue).inflight(self._closes_with_wait)
 
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
         return self._reduce("reduce", source, out, tag, cuts)
@@ -352,14 +328,6 @@ class DeferredLink(Link):
         super().__init__(device, meter)
         self.is_one_memory = watch.one_memory
         self._watch = watch
-
-    @contextlib.contextmanager
-    def behind_up(self) -> Iterator[None]:
-        self._watch.behind_up = True
-        try:
-            yield
-        finally:
-            self._watch.behind_up = False
 
     def down(self, source: Tensor, target: Tensor) -> Inflight:
         return self._copy_later("down", source, target, super().down)

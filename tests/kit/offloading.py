@@ -14,7 +14,7 @@ from hf_zero.tiers.tier import Sizes
 from tests.kit.common import MODELS, Case, Result, loss_of, optimizer_for
 from tests.kit.transports import Roads
 
-SMALL = Sizes(block_numel=1536, loop_numel=512, plain_numel=3072, slab_numel=2048)
+SMALL = Sizes(block_numel=1536, loop_numel=512, slab_numel=2048)
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
 SMALL_ROADS = Roads(sizes=SMALL)
 

@@ -124,7 +124,7 @@ def test_a_folder_that_is_memory_is_warned_of(tmp_path: Path) -> None:
         Disk("/dev/shm", 3, Meter()).close()
     with (
         instead(tempfile, gettempdir=lambda _: "/dev/shm"),
-        pytest.warns(RuntimeWarning, match="as no offload_dir is given"),
+        pytest.warns(RuntimeWarning, match="because offload_dir is not set"),
     ):
         Disk(None, 0, Meter()).close()
     if file_system(tmp_path) != "tmpfs":
