@@ -213,6 +213,7 @@ class DiskArray:
         numel: number of elements.
         dtype: of the elements.
         base: another array with the values. They are read there until the first write, which copies them here and takes space.
+            None afterwards.
 
     Raises:
         TierError: the disk has no space.
@@ -222,7 +223,7 @@ class DiskArray:
         self.numel = numel
         self.dtype = dtype
         self._disk = disk
-        self._base = base
+        self.base = base
         self._lock = threading.Lock()
         self._region = self._take() if base is None else None
 
@@ -235,7 +236,7 @@ class DiskArray:
         return 0 if self._region is None else self._region.nbytes
 
     def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
-        base = self._base
+        base = self.base
         if base is not None:
             return base.read(start, values, on_done)
         return self._disk.read(self._offset(start), values, on_done)
@@ -246,7 +247,7 @@ class DiskArray:
 
     def close(self) -> None:
         """Release the space. No transfer may be under way. May be called again."""
-        self._base = None
+        self.base = None
         region, self._region = self._region, None
         if region is not None:
             self._disk.give_back(region)
@@ -254,7 +255,7 @@ class DiskArray:
     def _leave_base(self) -> None:
         """Copy the base's values here. If they cannot be read, or the disk is full, the base remains."""
         with self._lock:
-            base = self._base
+            base = self.base
             if base is None:
                 return
             whole = DiskArray(self._disk, self.numel, self.dtype)
@@ -263,7 +264,7 @@ class DiskArray:
             except ZeroError:
                 whole.close()
                 raise
-            self._region, self._base = whole._region, None
+            self._region, self.base = whole._region, None
 
     def _offset(self, start: int) -> int:
         if self._region is None:

@@ -122,7 +122,7 @@ def inflight(jobs: Sequence[Job], meter: Meter, kind: str) -> Inflight:
 
 
 _ADVICE = {
-    errno.ENOSPC: "Free some space, or set offload_dir to a folder on a larger disk",
+    errno.ENOSPC: "Free some space there, or set offload_dir to a folder on a larger disk",
     errno.EDQUOT: "The quota is used up: free some space, or set offload_dir to a folder on another disk",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f unlimited), or set offload_dir to a folder on another file system",
     errno.EIO: "The disk failed: check the kernel's log, and set offload_dir to a folder on another disk",

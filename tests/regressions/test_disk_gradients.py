@@ -335,7 +335,7 @@ def test_a_disk_that_fails_in_a_backward(two: RankPool, tmp_path: Path, kind: st
     for told in two.run(broken, str(tmp_path), kind, parameters):
         assert len(told) == 2, told
         assert "rank 1" in told[0]
-        assert "the disk failed" in told[0]
+        assert "The disk failed" in told[0]
         assert "zero_grad()" in told[1]
 
 
@@ -367,4 +367,4 @@ def refused_norm(rank: int, world: int, folder: str) -> list[str]:
 def test_a_disk_that_fails_for_a_norm(two: RankPool, tmp_path: Path) -> None:
     for told in two.run(refused_norm, str(tmp_path)):
         assert len(told) == 3, told
-        assert all("rank 1" in each and "the disk failed" in each for each in told)
+        assert all("rank 1" in each and "The disk failed" in each for each in told)

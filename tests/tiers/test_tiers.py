@@ -77,10 +77,10 @@ def test_space_is_allocated_at_once_and_holes_are_filled_first_fit(disk: Disk) -
 @pytest.mark.parametrize(
     ("kind", "number", "advice"),
     [
-        ("read", errno.EIO, "the disk failed: see the kernel's log"),
-        ("write", errno.EIO, "the disk failed"),
-        ("write", errno.ENOSPC, "free space there"),
-        ("write", errno.EROFS, "set offload_dir to another folder"),
+        ("read", errno.EIO, "The disk failed: check the kernel's log"),
+        ("write", errno.EIO, "The disk failed"),
+        ("write", errno.ENOSPC, "Free some space there"),
+        ("write", errno.EROFS, "Set offload_dir to another folder"),
     ],
 )
 def test_a_failed_call_is_named_in_the_waiting_thread(tmp_path: Path, kind: str, number: int, advice: str) -> None:
@@ -393,7 +393,7 @@ def test_copies_on_a_cpu_device() -> None:
     assert [(meter[kind].calls, meter[kind].bytes) for kind in ("down", "up")] == [(1, 400), (1, 400)]
     for wrong in (torch.empty(99), torch.empty(100, dtype=torch.bfloat16)):
         with pytest.raises(
-            StateError, match=r"copy down the link needs equal types and lengths, found 100 x torch.float32"
+            StateError, match=r"copy down the link needs equal dtypes and lengths, found 100 x torch.float32"
         ):
             link.down(source, wrong)
     assert meter["down"].calls == 1
