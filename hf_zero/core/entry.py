@@ -1,7 +1,7 @@
 """Entries of a state dict that are copies of parameters.
 
 In PyTorch `model.state_dict()["x"].copy_(v)` writes the parameter. A copy would take that write and lose it, so a write to an
-`Entry` raises. Entries without values (meta tensors, on ranks whose memory has no room) raise where values are read.
+`Entry` raises. Entries without values (meta tensors, on ranks without enough memory) raise where values are read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Entry(Tensor):
         return entry(torch.empty_like(self)) if self.is_meta else copy.deepcopy(_plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A file or another process has a plain tensor."""
+        """Pickle a plain tensor."""
         return _plain(self).__reduce_ex__(protocol)
 
 
@@ -88,7 +88,7 @@ def with_own_storage(view: Tensor) -> Tensor:
 
 
 class _Guard(TorchDispatchMode):
-    """Refuses operations that write to the memory of these entries, however they are called."""
+    """Refuse operations that write to the memory of these entries, however they are called."""
 
     def __init__(self, name: str, entries: Sequence[Entry]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

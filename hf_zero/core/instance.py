@@ -1,4 +1,4 @@
-"""Methods put on instances of modules and optimizers, and taken off again."""
+"""Replace methods of instances of modules and optimizers, and restore them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MISSING: Any = object()
 
 
 class Replaced:
-    """What is called as a method of an instance. Copies of the instance call what they would call without it."""
+    """A method of one instance. A copy of the instance calls its class's method."""
 
     def __init__(self, target: Any, name: str, method: Callable[..., Any], stock: Any) -> None:
         update_wrapper(self, stock, updated=())
@@ -28,7 +28,7 @@ class Replaced:
 
 
 class Patches:
-    """Methods of instances that were replaced, until `take_off`."""
+    """Methods of instances that were replaced, until `take_off` restores them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -37,7 +37,9 @@ class Patches:
         """Replace a method of an instance.
 
         Args:
-            make: called with the bound method that the instance has; returns what is called in its place, without `self`.
+            target: the instance.
+            name: of the method.
+            make: called with the instance's bound method; returns the replacement, without `self`.
         """
         own = target.__dict__
         before = own.get(name, _MISSING)
@@ -51,11 +53,11 @@ class Patches:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a method that the class does not have."""
+    """Stand for a method that the class does not have."""
 
 
 def _put_back(own: dict[str, Any], name: str, method: Any, before: Any) -> None:
-    """An instance has the attribute that it had before `method`, unless user code has replaced `method` since."""
+    """Restore the attribute as before `method`, unless user code has replaced `method` since."""
     if own.get(name) is not method:
         return
     if before is _MISSING:

@@ -1,16 +1,16 @@
-"""Where each parameter's elements live: integers only, for any number of ranks, without a process group.
+"""The layout: which rank owns which elements of each parameter. Integers only, for any number of ranks.
 
-A **unit** is a set of parameters that move together. Its parameters are cut into **spans** of equal (dtype, compute
-dtype, trainable, optimizer group). A span is one 1-D buffer, its parameters one after another in row-major order,
-padded at the end so that it divides into `shards` equal slices of a multiple of `ALIGN_NUMEL` elements. Rank r owns slice r.
-Odd sizes come last: a scale of one element before a matrix would put the matrix at an address that kernels are slow with
-(cuBLAS below 16 bytes), or round differently at (MKL with small matrices on AMD).
-From this arithmetic come the gather and reduce buffers, the optimizer's tensors, byte counts and checkpoint ranges.
+A **unit** is a set of parameters that move together. Its parameters are partitioned into **spans** of equal (dtype, compute
+dtype, trainable, optimizer group). A span is one 1-D buffer of parameters in row-major order. It is padded at the end to
+`shards` equal slices of a multiple of `ALIGN_NUMEL` elements, and rank r owns slice r. Parameters of odd sizes come last: a
+matrix after a scale of one element would have an address that kernels are slow with (cuBLAS below 16 bytes), or round
+differently at (MKL with small matrices on AMD). Gather and reduce buffers, the optimizer's tensors, byte counts and
+checkpoint ranges follow from this arithmetic.
 
-That is the owner rule `slice`. With `whole` (`ParamSpec.step_cost`) every parameter of a span has one owner, for optimizers
-whose rule needs its true shape: slots are dealt to the ranks over all spans of the layout, the costliest first, each to the
-rank that has least to do so far (longest processing time first: Graham 1969, at most 4/3 of the best), and lie in the order of
-their owners. Slices are ragged then, not padded, maybe empty.
+That is the owner rule `slice`. With `whole` (`ParamSpec.step_cost`) every parameter has one owner, for optimizers that need full
+matrices. Parameters are dealt to the ranks over all spans of the layout, the costliest first, each to the rank with the lowest
+cost so far (longest processing time first: Graham 1969, at most 4/3 of the optimum). They are ordered by owner, so slices are
+ragged: not padded, possibly empty.
 """
 
 from __future__ import annotations
@@ -33,38 +33,44 @@ ALIGN_NUMEL = 32
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Bytes per element of a torch dtype given by its bare name, which says its bits."""
+    """Return the bytes per element of a torch dtype, given its name, which contains its bits."""
     bits = re.search(r"\d+", dtype)
     return 1 if bits is None else int(bits[0]) // 8 or 1
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter as the layout sees it. Tied parameters are one spec with several names."""
+    """One parameter of a layout. Tied parameters are one spec with several names.
+
+    Attributes:
+        names: all names.
+        shape: the parameter's.
+        dtype: the parameter's own, which `state_dict` and checkpoints have.
+        compute_dtype: in which it is gathered and used.
+        master_dtype: of the owner's slice, which the optimizer updates.
+        trainable: the parameter requires a gradient.
+        group: number of its optimizer group; -1: in no optimizer.
+        optimizer: number of its optimizer.
+        cohort: parameters of one span have gradients in the same steps; others would be decayed and counted in `step`.
+            Parameters that had no gradient while others of their span had one get a number above 0.
+        step_cost: 0: partitioned over the ranks. Else it has one owner, and this is the cost of the optimizer's step over it,
+            in any unit, the same for all parameters.
+        state_bytes: with `step_cost`: bytes of each array of its optimizer state.
+        gathered_in: wire format of its values in gathers, see `ZeroConfig.wire`; none: the compute dtype.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    """The parameter's own type: what `state_dict` and checkpoints hold."""
     compute_dtype: str
-    """The type it is gathered and used in."""
     master_dtype: str
-    """The type of the owner's slice, which the optimizer updates."""
     trainable: bool = True
     group: int = 0
-    """Index of its optimizer group; -1 when no optimizer has it."""
     optimizer: int = 0
-    """Which of the model's optimizers that is a group of."""
     cohort: int = 0
-    """Parameters of one span have gradients in the same steps, so that a parameter without one is left alone: not decayed, not
-    counted in its optimizer's `step`. Those that were seen without one while others of their span had one get a number."""
     step_cost: int = 0
-    """0: the ranks share its elements out. Else it has one owner, and this is what the optimizer's step over it costs there, in
-    any unit, the same for all parameters."""
     state_bytes: tuple[int, ...] = ()
-    """With `step_cost`: bytes of each array of the state that its optimizer makes of it."""
     gathered_in: str = "none"
-    """Format of codes in which its values travel where they are gathered, see `ZeroConfig.wire`; none: as they are."""
 
     @property
     def name(self) -> str:
@@ -76,7 +82,7 @@ class ParamSpec:
 
     @property
     def key(self) -> SpanKey:
-        """Parameters of one unit with equal keys are one span."""
+        """Return the span's key: parameters of one unit with equal keys are in one span."""
         return (
             self.dtype,
             self.compute_dtype,
@@ -92,10 +98,10 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter's place in its span."""
+    """A parameter in its span, from element `offset` on."""
 
     spec: ParamSpec
-    offset: int  # elements from the start of the span
+    offset: int
 
     @property
     def stop(self) -> int:
@@ -104,9 +110,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Extent(Generic[S]):
-    """These elements are those elements: `numel` from `start` on here are the ones of `source` from `source_start` on.
+    """A range of `numel` elements: `start` on here is `source_start` on of `source`.
 
-    What "here" counts in (a parameter, a slice, a tensor of a file) is said by whoever hands one out.
+    The function that returns an extent says what `start` counts in: a parameter, a slice, or a tensor of a file.
     """
 
     source: S
@@ -124,47 +130,54 @@ class Extent(Generic[S]):
 
     @property
     def there(self) -> slice:
-        """The same elements, in `source`."""
+        """Return the range in `source`."""
         return slice(self.source_start, self.source_start + self.numel)
 
     def cut(self, start: int, stop: int) -> Extent[S] | None:
-        """The part of it from `start` to `stop`, both counted here; None where there is none."""
+        """Return the part from `start` to `stop`, counted as `self.start`; None if it is empty."""
         low, high = max(self.start, start), min(self.stop, stop)
         return Extent(self.source, self.source_start + low - self.start, low, high - low) if low < high else None
 
     def moved(self, by: int) -> Extent[S]:
-        """The same elements where "here" begins `by` elements earlier."""
+        """Return the same elements with `start` increased by `by`."""
         return Extent(self.source, self.source_start, self.start + by, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One flat buffer: the slots, and how it is cut."""
+    """One flat buffer: its slots, and its partition into slices.
 
-    index: int  # unique over the whole layout
+    Attributes:
+        index: unique in the layout.
+        slots: the parameters.
+        used_numel: without the padding at the end.
+        slice_numel: elements of every rank's slice. Of ragged slices: of the largest, or of one rank's (`Layout.seen_from`).
+        shards: number of slices.
+        cuts: offsets of ragged slices and the end; empty for equal slices.
+        wholes: for an optimizer of full matrices: the parameters in the slice of the rank that `slice_numel` describes.
+        share: the part of `wholes` that counts, see `Layout.evened`.
+        is_updated: an optimizer has the span.
+        optimizer: number of that optimizer.
+        is_whole: it updates full matrices: no slice and no tier has a part of one.
+    """
+
+    index: int
     slots: tuple[Slot, ...]
-    used_numel: int  # without the padding at the end
+    used_numel: int
     slice_numel: int
-    """Elements of every rank's slice; where slices are ragged, of the largest, or of one rank's (`Layout.seen_from`)."""
     shards: int
     cuts: tuple[int, ...] = ()
-    """Where ragged slices begin, and the end; empty where all slices are equal."""
     wholes: tuple[Slot, ...] = ()
-    """Of an optimizer that steps over parameters whole: those in one rank's slice, the rank of `slice_numel`."""
     share: float = 1.0
-    """How much of `wholes` counts, see `Layout.evened`."""
     trainable: bool = field(init=False, repr=False, compare=False)
     is_updated: bool = field(init=False, repr=False, compare=False)
-    """Whether an optimizer has it."""
     optimizer: int = field(init=False, repr=False, compare=False)
-    """Which of the model's."""
     is_whole: bool = field(init=False, repr=False, compare=False)
-    """Whether that one steps over parameters whole: no slice, and no tier, has a part of one."""
 
     def __post_init__(self) -> None:
         spec = self.slots[0].spec
         object.__setattr__(self, "is_whole", spec.step_cost > 0)
-        object.__setattr__(self, "trainable", spec.trainable)  # asked for span by span in every step
+        object.__setattr__(self, "trainable", spec.trainable)  # stored: read for each span in every step
         object.__setattr__(self, "is_updated", spec.trainable and spec.group >= 0)
         object.__setattr__(self, "optimizer", spec.optimizer)
 
@@ -173,36 +186,36 @@ class Span:
         return self.cuts[-1] if self.cuts else self.slice_numel * self.shards
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """First element of a rank's slice, and the one after its last."""
+        """Return the first element of a rank's slice, and the one after its last."""
         if self.cuts:
             return self.cuts[rank], self.cuts[rank + 1]
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     @property
     def spec(self) -> ParamSpec:
-        """Any of its specs: dtypes, trainable and group are equal for all."""
+        """Return one of the specs: dtypes, trainable and group are equal for all."""
         return self.slots[0].spec
 
     def part_of(self, slot: Slot, rank: int) -> Extent[Slot] | None:
-        """The part of one parameter that `rank` owns, if any. "Here" is the rank's slice."""
+        """Return the part of a parameter that `rank` owns, if any. Starts count in the rank's slice."""
         low, high = self.bounds(rank)
         part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
         return None if part is None else part.moved(-low)
 
     def overlaps(self, rank: int) -> Iterator[Extent[Slot]]:
-        """The parts of this span's parameters that `rank` owns, in order. "Here" is the rank's slice."""
+        """Return the parts of all parameters that `rank` owns, in order. Starts count in the rank's slice."""
         return (part for slot in self.slots if (part := self.part_of(slot, rank)) is not None)
 
     def owner(self, slot: Slot) -> int:
-        """The rank that has all of a parameter, where each has one owner; 0 where every rank has all."""
+        """Return the owner of a parameter that has one owner; 0 if slices are equal."""
         if not self.cuts:
             return 0
-        # A parameter without elements lies at a boundary, on nobody's side: the first rank that ends there has it.
+        # A parameter without elements lies on a boundary: the first rank that ends there owns it.
         return next(rank for rank in range(self.shards) if slot.stop <= self.cuts[rank + 1])
 
     def owners(self, slot: Slot) -> Iterator[tuple[int, Extent[Slot]]]:
-        """The ranks that own elements of one parameter, in order, each with its part as `overlaps` has it."""
-        if not slot.spec.numel:  # nobody
+        """Return the ranks that own elements of a parameter, in order, each with its part (see `overlaps`)."""
+        if not slot.spec.numel:  # no rank owns it
             return
         ranks = range(self.shards)
         if not self.cuts:
@@ -229,37 +242,49 @@ class UnitLayout:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One module's forward that uses one unit, in its place in a pass. What memory a step takes follows from these."""
+    """One module's forward that uses one unit, in order. The memory of a step follows from the visits.
+
+    Attributes:
+        unit: number of the unit.
+        is_embedding: the inputs are indices: its backward needs no weights, and only the end of backward shows that it is over.
+        inner: visits inside this one.
+    """
 
     unit: int
     is_embedding: bool = False
-    """Its inputs are indices: its backward needs no weights, and nothing tells when it is over but the end of backward."""
     inner: tuple[Visit, ...] = ()
-    """Visits that happen inside this one."""
 
 
 @dataclass(slots=True)
 class Use:
-    """When a pass forward uses one unit, on a clock that counts where modules begin and end. 0: not at all."""
+    """When a forward uses one unit. The clock counts where modules begin and end; 0: never.
+
+    Attributes:
+        first: begin of its first use.
+        read: begin of the first use whose backward needs the weights; an embedding's does not.
+        last: end of its last use.
+        is_reached: backward reaches a use of its weights.
+    """
 
     first: int = 0
-    """Its first use begins."""
     read: int = 0
-    """Its first use whose backward needs the weights begins: an embedding's does not."""
     last: int = 0
-    """Its last use ends."""
     is_reached: bool = False
-    """Backward comes to a use of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All units of one model, cut for `shards` owners."""
+    """All units of one model, partitioned over `shards` owners.
+
+    Attributes:
+        units: in order.
+        shards: number of owners.
+        visits: a forward, as the model's structure shows it.
+    """
 
     units: tuple[UnitLayout, ...]
     shards: int
     visits: tuple[Visit, ...] = ()
-    """A pass forward, as far as the model's structure shows it; without one every unit is used once, one after another."""
 
     @property
     def spans(self) -> Iterator[Span]:
@@ -275,7 +300,7 @@ class Layout:
         return sum(span.used_numel for span in self.spans if span.trainable)
 
     def uses(self) -> list[Use]:
-        """By unit."""
+        """Return the use of each unit."""
         seen: list[tuple[Visit, int, int]] = []  # begin and end
 
         def walk(visits: Sequence[Visit], clock: int) -> int:
@@ -298,9 +323,10 @@ class Layout:
                 use.is_reached = use.is_reached or begin >= start
         return out
 
-    def brought_in_twice(self) -> list[int]:
-        """Units that a pass gathers for its forward and again for its backward, if nothing keeps them: what ends the forward is
-        still there when backward begins, and an embedding's backward needs no weights. Those used last first.
+    def gathered_twice(self) -> list[int]:
+        """Return the units that are gathered in forward and again in backward unless they are kept, last used first.
+
+        The unit that ends the forward is still gathered when backward begins. An embedding's backward needs no weights.
         """
         uses = self.uses()
         end = max((use.last for use in uses), default=0)
@@ -308,7 +334,7 @@ class Layout:
         return sorted(found, key=lambda at: uses[at].last, reverse=True)
 
     def seen_from(self, rank: int) -> Layout:
-        """The same, where `slice_numel` of ragged slices is this rank's."""
+        """Return the layout with `slice_numel` of ragged slices as this rank's."""
         if not any(span.cuts for span in self.spans):
             return self
 
@@ -319,7 +345,7 @@ class Layout:
         return self._each(own)
 
     def evened(self) -> Layout:
-        """The same from every rank: of ragged slices a rank has as much as the one that owns most, in equal parts of each."""
+        """Return the layout of an average rank: each ragged slice has the part that the rank with most elements owns."""
         share = max(self.imbalance(), default=0.0) / self.shards
 
         def even(span: Span) -> Span:
@@ -332,7 +358,7 @@ class Layout:
         return replace(self, units=tuple(units))
 
     def imbalance(self) -> tuple[float, ...]:
-        """By rank, the elements of parameters with one owner that it owns, over the mean of all ranks; empty without any."""
+        """Return each rank's elements of parameters with one owner, relative to the mean; empty if there are none."""
         ragged = [span for span in self.spans if span.cuts]
         total = sum(span.numel for span in ragged)
         if not total:
@@ -344,15 +370,20 @@ class Layout:
     def build(
         units: Iterable[tuple[str, Sequence[ParamSpec]]], shards: int, visits: Sequence[Visit] | None = None
     ) -> Layout:
-        """Cut `(unit name, its parameters)` pairs for `shards` owners. Without `visits`, units are used in this order.
+        """Partition `(unit name, its parameters)` over `shards` owners.
 
-        Parameters keep the order given within their span, but for those whose elements are no multiple of `ALIGN_NUMEL`, which
-        come last; spans are ordered by their first parameter.
+        Parameters keep their order within a span, except those whose size is not a multiple of `ALIGN_NUMEL`: they come last.
+        Spans are ordered by their first parameter.
+
+        Args:
+            units: the units.
+            shards: number of owners.
+            visits: a forward; default: every unit is used once, in this order.
         """
         out: list[UnitLayout] = []
         index = 0
         units = [(name, list(specs)) for name, specs in units]
-        owner_of = _dealt([spec for _, specs in units for spec in specs], shards)
+        owner_of = _deal([spec for _, specs in units for spec in specs], shards)
         for name, specs in units:
             buckets: dict[SpanKey, list[ParamSpec]] = {}
             for spec in specs:
@@ -366,11 +397,12 @@ class Layout:
         return Layout(tuple(out), shards, tuple(order))
 
 
-def _dealt(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
-    """By name, the owner of each parameter that has one."""
+def _deal(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
+    """Return the owner of each parameter that has one, by its name."""
     loads = [(0, 0, rank) for rank in range(shards)]
     owner_of = {}
-    # A stable sort, and a heap whose ties end with the rank: every rank computes this by itself, and must get the same owners.
+    # Must be deterministic: every rank computes the owners by itself.
+    # The sort is stable, and ties in the heap end with the rank.
     for spec in sorted((spec for spec in specs if spec.step_cost > 0), key=lambda spec: -spec.step_cost):
         cost, numel, rank = heappop(loads)
         owner_of[spec.name] = rank
@@ -388,13 +420,13 @@ def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[
     if is_whole:
         stops = {owner_of[slot.spec.name]: slot.stop for slot in slots}
         cuts = [0]
-        for rank in range(shards):  # who owns nothing here ends where the one before does
+        for rank in range(shards):  # the slice of a rank that owns nothing is empty
             cuts.append(stops.get(rank, cuts[-1]))
         largest = max(high - low for low, high in pairwise(cuts))
         span = Span(index, tuple(slots), offset, largest, shards, tuple(cuts))
         rank = next(rank for rank in range(shards) if cuts[rank + 1] - cuts[rank] == largest)
         return replace(span, wholes=_owned(span, rank))
-    # Rounded up twice: slices are equal, so that a collective needs no lengths, and may lie beyond the last parameter.
+    # Rounded up twice: equal slices need no lengths in collectives. A slice may lie beyond the last parameter.
     per_shard = -(-offset // shards)
     slice_numel = -(-per_shard // ALIGN_NUMEL) * ALIGN_NUMEL
     return Span(index, tuple(slots), offset, slice_numel, shards, wholes=tuple(slots) if specs[0].step_cost > 0 else ())

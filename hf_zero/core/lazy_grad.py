@@ -1,10 +1,10 @@
-"""Lazy gradients: tensors of true shape without memory, whose elements a `Source` has.
+"""Lazy gradients: tensors of true shape without memory, whose elements a `Source` provides.
 
-What an operation does with a `DistributedGrad`:
+Operations on a `DistributedGrad`:
 
-* norms of the whole come from the source, over all ranks;
-* element by element in place (`mul_`, `clamp_`, `copy_`, …), each rank changes the elements that it owns;
-* everything else runs on the values that the source gives, and what was written goes back to the source.
+* Norms of all elements come from the source, over all ranks.
+* Elementwise in-place operations (`mul_`, `clamp_`, `copy_`, …) run on the elements that each rank owns.
+* All others run on the values that the source returns; written values go back to the source.
 """
 
 from __future__ import annotations
@@ -23,65 +23,73 @@ _POINTWISE = frozenset(
         "copy_", "abs_", "sign_", "sqrt_", "pow_", "addcmul_", "addcdiv_", "lerp_", "masked_fill_", "maximum_", "minimum_",
     }
 )  # fmt: skip
-"""In-place operations on each element by itself."""
+"""In-place operations that treat each element separately."""
 _ELEMENTWISE = frozenset({"mul", "div", "abs", "neg", "_to_copy", "clone", "add", "sub", "clamp"})
-"""Of a group's gradient, their result has the norm over all ranks, too: `(p.abs() * p.grad).norm()`."""
+"""Operations on a group's gradient whose result also has its norm over all ranks: `(p.abs() * p.grad).norm()`."""
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-"""What `torch.amp.GradScaler` calls for the gradients of one optimizer."""
+"""Called by `torch.amp.GradScaler` for the gradients of one optimizer."""
 
 
 class Source:
-    """Where the elements of one lazy gradient are."""
+    """Provides the elements of one lazy gradient.
+
+    Attributes:
+        is_alive: False after the gradient was cleared: a kept lazy gradient must not be used any more.
+        is_slice: other ranks have other elements.
+    """
 
     is_alive = True
-    """False: the gradient was cleared, and who kept the lazy gradient may not use it."""
     is_slice = False
-    """Other ranks have other elements."""
 
     def check_alive(self, what: str) -> None:
-        """
+        """Check that the gradient has not been cleared.
+
         Raises:
-            StateError: the gradient was cleared.
+            StateError: it has.
         """
         if not self.is_alive:
             raise StateError(f"{what} has been cleared since it was read. Keep a clone() of it instead")
 
     def values(self) -> Tensor:
-        """The elements, of true shape, to read. Collective for parameters."""
+        """Return the elements, of true shape, for reading. A collective for parameters."""
         raise NotImplementedError
 
     def write(self, values: Tensor) -> None:
-        """Take elements of true shape."""
+        """Store elements of true shape."""
         raise NotImplementedError
 
     def change(self, run: Callable[[Tensor, Callable[[Tensor], Tensor]], object]) -> None:
-        """`run(elements, part)`: change this rank's elements in place. `part` takes the same elements of another tensor."""
+        """Call `run(elements, part)`, which changes this rank's elements in place. `part` selects them from another tensor."""
         values = self.values()
         run(values, lambda other: other)
         self.write(values)
 
     def norm(self, order: float) -> Tensor:
-        """0-dim float64, over all ranks."""
+        """Return the norm over all ranks: 0-dim, float64."""
         raise NotImplementedError
 
     def overflow(self) -> Tensor:
-        """0-dim: 1 where any rank has a gradient of the same optimizer that is not finite."""
+        """Return 1 (0-dim) if any rank has a gradient of the same optimizer that is not finite."""
         raise NotImplementedError
 
     def derived(self, values: Tensor) -> Source:
-        """Of a slice: where the result of an element-wise operation is."""
+        """Return the source of an elementwise operation's result over a slice."""
         raise NotImplementedError
 
 
 class DistributedGrad(Tensor):
-    """A tensor of a shape, a dtype and a device, whose elements `source` has, or a view of one (`grad[0]`)."""
+    """A tensor whose elements `source` provides, or a view of one (`grad[0]`).
+
+    Attributes:
+        source: of the elements.
+        steps: views that lead from the full gradient to this one.
+        is_whole: it has all elements: its norms are those of the gradient.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     source: Source
     steps: tuple[Callable[[Tensor], Tensor], ...]
-    """From the whole to this view."""
     is_whole: bool
-    """It has all elements: its norms are those of the whole."""
 
     @staticmethod
     def __new__(
@@ -192,7 +200,7 @@ def _norm(grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One gradient at a time is gathered."""
+    """Run a foreach operation on one gradient at a time: only one is gathered."""
     count = len(args[0])
     out: list[Any] = []
     for at in range(count):
@@ -213,7 +221,7 @@ def _view(func: Any, grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], kind: type[Tensor]) -> Any:
-    """Nested tuples, lists and dictionaries with `change` made to every `kind` in them."""
+    """Apply `change` to every `kind` in nested tuples, lists and dicts."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -225,7 +233,7 @@ def _mapped(value: Any, change: Callable[[Any], Any], kind: type[Tensor]) -> Any
 
 def _written(func: Any, name: str, args: tuple[Any, ...]) -> list[DistributedGrad]:
     found: list[Any] = []
-    if name.startswith("c10d::"):  # their schemas do not say what they write
+    if name.startswith("c10d::"):  # their schemas do not mark written arguments
         found = [args[0]] if name.endswith("_") else []
     elif func._schema.is_mutable:
         found = [
@@ -256,7 +264,7 @@ def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
         return written[0] if len(func._schema.returns) == 1 else None
     out = func(*_mapped(args, plain, DistributedGrad), **_mapped(kwargs, plain, DistributedGrad))
     if name.startswith("c10d::"):
-        (out[-1] if isinstance(out, tuple) else out).wait()  # what arrives later would be lost
+        (out[-1] if isinstance(out, tuple) else out).wait()  # a later result would be lost
     for source in dict.fromkeys(grad.source for grad in written):
         source.write(wholes[source])
     if written and not name.startswith("c10d::"):
@@ -302,7 +310,7 @@ def _changes_elements(
 
 
 def _unscale(func: Any, grads: list[Tensor], found: Tensor, scale: Tensor) -> None:
-    """Report to a loss scaler what any rank found: else a rank without an infinity would step while another skips."""
+    """Report overflows of any rank to a loss scaler: else a rank without one would step while another skips."""
     for grad in grads:
         if isinstance(grad, DistributedGrad):
             found.copy_(torch.maximum(found, grad.source.overflow().to(found.device, found.dtype)))

@@ -1,10 +1,9 @@
-"""Which type each parameter is kept, gathered and reduced in.
+"""The precision policy: the dtype in which each parameter is stored, gathered and reduced.
 
-The reference for bf16 and fp16 is plain data parallel under autocast with float32 parameters. Autocast casts the
-matrices of linear and convolution layers, of attention and of experts before use: those are gathered in the compute dtype,
-which saves the wire and the cast and changes no result. Everything else (norms, biases, embeddings) stays in its own type,
-and autocast stays on (`autocast`). A matrix that the model itself uses in float32 is named by `ZeroConfig.full_precision`,
-or by the class in transformers' way, and stays in its own type, too.
+The reference for bf16 and fp16 is plain data parallel under autocast with float32 parameters. Autocast casts the matrices of
+linear and convolution layers, attention and experts before use. These are gathered in the compute dtype, which saves traffic
+and the cast, and changes no result. All others (norms, biases, embeddings) keep their own dtype, under autocast. So do matrices
+that the model itself uses in float32, if `ZeroConfig.full_precision` or a transformers class names them.
 """
 
 from __future__ import annotations
@@ -46,24 +45,28 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The policy of one engine."""
+    """The policy of one engine.
+
+    Attributes:
+        autocast_dtype: None: compute in the parameters' own dtypes.
+        reduce_dtype: of gradients in reduces.
+        full_precision: patterns (`fnmatch`) of parameters that are always gathered in their own dtype.
+        wire: format in which trained matrices are gathered, see `comm.codec`.
+    """
 
     autocast_dtype: torch.dtype | None
-    """None: compute in the parameters' own types."""
     reduce_dtype: torch.dtype
     full_precision: tuple[str, ...] = ()
-    """Patterns of names (as in `fnmatch`) of parameters that are gathered in their own type whatever uses them."""
     wire: str = "none"
-    """Format of codes in which matrices that are trained travel to be gathered, see `comm.codec`."""
 
     @staticmethod
     def of(
         mixed_precision: str | None, reduce_dtype: str | None, full_precision: Sequence[str] = (), wire: str = "none"
     ) -> Precision:
-        """From accelerate's words (`no`, `bf16`, `fp16`) and what `ZeroConfig` says.
+        """Build the policy from accelerate's mode (`no`, `bf16`, `fp16`) and settings of `ZeroConfig`.
 
         Raises:
-            ConfigError: any other word; fp8 is not supported.
+            ConfigError: another mode; fp8 is not supported.
         """
         mode = mixed_precision or "no"
         if mode not in _MODES:
@@ -71,10 +74,10 @@ class Precision:
         return Precision(_MODES[mode], dtype_of(reduce_dtype or "float32"), tuple(full_precision), wire)
 
     def gathered_in(self, names: Sequence[str], shape: Sequence[int], trainable: bool) -> str:
-        """Format of codes in which a parameter's values travel to be gathered; none: as they are.
+        """Return the wire format of a parameter's values in gathers; none: its compute dtype.
 
-        Vectors (norms, biases) go as they are: few bytes, each of which counts in every activation. So do frozen parameters, in
-        which nothing makes up for the rounding, and those named in `full_precision`.
+        Vectors (norms, biases) are not rounded: they are small, and each element affects every activation. Neither are frozen
+        parameters, whose rounding no update corrects, nor those that `full_precision` names.
         """
         kept = any(fnmatchcase(name, pattern) for pattern in self.full_precision for name in names)
         return self.wire if trainable and len(shape) > 1 and not kept else "none"
@@ -86,16 +89,16 @@ class Precision:
 
     @staticmethod
     def master_dtype(param: nn.Parameter) -> torch.dtype:
-        """The owner's slice: at least float32 for what is trained, untouched for what is frozen."""
+        """Return the dtype of the owner's slice: at least float32 for trained parameters, unchanged for frozen ones."""
         return Precision.trained_as(param.dtype) if param.requires_grad else param.dtype
 
     @staticmethod
     def trained_as(dtype: torch.dtype) -> torch.dtype:
-        """The type of the owner's slice of what is trained and is of this type."""
+        """Return the dtype of the owner's slice of a trained parameter."""
         return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
     def reduce_dtype_of(self, master: torch.dtype) -> torch.dtype:
-        """The wire type of a span's gradients; float64 and complex masters are never narrowed."""
+        """Return the dtype in which gradients are reduced; float64 and complex masters are never narrowed."""
         return self.reduce_dtype if master == torch.float32 else master
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
@@ -105,12 +108,12 @@ class Precision:
 
     @staticmethod
     def hold_dtype(wire: torch.dtype) -> torch.dtype:
-        """The type in which gradients add up on this rank before they are sent in `wire`: float32 at least."""
+        """Return the dtype in which this rank accumulates gradients that it sends in `wire`: at least float32."""
         return torch.promote_types(wire, torch.float32)
 
     @property
     def short(self) -> str:
-        """For a table: `str` has it in full."""
+        """Return a short text for a table; `str` returns the full one."""
         reduced = dtype_name(self.reduce_dtype)
         if self.autocast_dtype is None:
             return f"float32 masters, no autocast, reduced in {reduced}"
@@ -128,12 +131,13 @@ class Precision:
 def castable_params(
     model: nn.Module, names: Mapping[nn.Parameter, Sequence[str]], precision: Precision
 ) -> set[nn.Parameter]:
-    """Parameters that autocast casts at every use, as far as the modules that hold them tell.
+    """Return the parameters that autocast casts at every use, judged by the modules that hold them.
 
-    One that is also used elsewhere (a tied embedding) is not, nor what `full_precision` or the model's class names.
+    Excludes parameters that are also used elsewhere (a tied embedding), and those that `full_precision` or the model's class
+    names.
 
     Raises:
-        ConfigError: a pattern of `full_precision` that no parameter has.
+        ConfigError: no parameter matches a pattern of `full_precision`.
     """
     named = _named(names, precision.full_precision)
     if precision.autocast_dtype is None:
@@ -148,17 +152,17 @@ def castable_params(
 
 
 def _casts(module: nn.Module, name: str, param: nn.Parameter) -> bool:
-    """Whether autocast casts this parameter at every use, and the sum of its gradients is the same in the compute dtype."""
-    # transformers' Conv1D (GPT-2) is a transposed Linear through addmm; known by name, this layer imports no transformers.
-    # A parametrized or hooked weight is computed from other parameters; it never reaches here under the name "weight".
+    """Return True if autocast casts this parameter at every use, and its gradients sum to the same in the compute dtype."""
+    # transformers' Conv1D (GPT-2) is a transposed Linear through addmm, recognized by its name: no import of transformers here.
+    # A parametrized or hooked weight is computed from other parameters and never has the name "weight" here.
     if name == "weight" and (isinstance(module, _CASTABLE) or type(module).__name__ == "Conv1D"):
         return True
-    if isinstance(module, nn.MultiheadAttention):  # packed or apart, each part in one linear()
+    if isinstance(module, nn.MultiheadAttention):  # packed or separate, each part in one linear()
         return name.endswith("proj_weight")
-    # transformers' experts in one 3-D parameter: `eager` has one linear() per expert, over its slice. `grouped_mm` is none of
-    # autocast's functions and computes in float32; `batched_mm` adds up the gradients of a copy per token.
+    # transformers' experts in one 3-D parameter: `eager` calls one linear() per expert, over its slice. `grouped_mm` is not an
+    # autocast function and computes in float32; `batched_mm` sums the gradients of one copy per token. Classes made by
+    # transformers' `use_experts_implementation` follow the config's setting.
     is_eager = getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager"
-    # What transformers' `use_experts_implementation` has made goes by the config's word.
     return param.dim() == 3 and is_eager and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
@@ -179,7 +183,7 @@ def _named(names: Mapping[nn.Parameter, Sequence[str]], patterns: Sequence[str])
 def _kept_by_class(
     model: nn.Module, names: Mapping[nn.Parameter, Sequence[str]], dtype: torch.dtype
 ) -> set[nn.Parameter]:
-    """What a transformers class keeps in float32 when it is loaded in `dtype`; compared with names as transformers does."""
+    """Return the parameters that a transformers class keeps in float32 under `dtype`; names match as in transformers."""
     texts: set[str] = set()
     for attribute, types in (
         ("_keep_in_fp32_modules", (torch.float16,)),
@@ -196,12 +200,12 @@ def _kept_by_class(
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:
-    """Names with their numbers replaced by `*`, each once: what a person reads, and may pass as `full_precision`."""
+    """Return the names with numbers replaced by `*`, each once; usable as `full_precision`."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in names))
 
 
 def gathered_as(names: Sequence[str], total: int, dtype: torch.dtype) -> str:
-    """One line: which parameters are gathered in the compute dtype."""
+    """Return one line: which parameters are gathered in the compute dtype."""
     patterns = patterns_of(names)
     shown = ", ".join(patterns[:4]) + (f" and {len(patterns) - 4} patterns more" if len(patterns) > 4 else "")
     return f"{len(names)} of {total} parameters in {dtype_name(dtype)}" + (f" ({shown})" if shown else "")

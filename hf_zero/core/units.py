@@ -1,16 +1,16 @@
-"""Which parameters move together: finds the units of a model by itself.
+"""Find the units of a model: which parameters move together.
 
-Blocks are the model's own `_no_split_modules`, else children of the same class in a `ModuleList` or `Sequential`, else
-runs of leaf modules. What is left over (embeddings, head, final norm) is owned by the modules that hold it: a large one is a
-unit of its own, a small one joins the block next to it in registration order.
+Blocks are the model's `_no_split_modules`, else children of one class in a `ModuleList` or `Sequential`, else runs of leaf
+modules. The remaining parameters (embeddings, head, final norm) belong to the modules that hold them: a large one is a unit, a
+small one joins the block next to it in registration order.
 
-Two units, a bucket and what is on its way are in memory at a time, so units are bounded in bytes, whatever the model's size: a
-block above `UNIT_BYTES` is cut into its children (attention | MLP), runs of leaf modules end at `RUN_BYTES`. A parameter that
-several units use (tied weights, a bias of all layers) is a unit of its own whose hosts are theirs; these units are one only
-where that keeps no more in memory than the shared parameter takes anyway.
+Two units, a bucket and transfers under way are in memory at a time, so the bytes of units are bounded, whatever the model's
+size: a block above `unit_bytes` is split into its children (attention | MLP), and runs of leaf modules end at `run_bytes`. A
+parameter that several units use (tied weights, a bias of all layers) is a unit whose hosts are theirs. These units are joined
+only if that keeps no more in memory than the shared parameter takes anyway.
 
 A module that the user names (`ZeroConfig.units`) is one unit of any size, with all modules inside it. Only parameters that
-modules outside use too lie in other units, which its forward gathers as well.
+modules outside use too are in other units, which its forward gathers as well.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .layout import Visit
 
 T = TypeVar("T")
 _MIN_BLOCKS = 2
-_SIZE_PARTS = 8  # a small model without blocks is cut into about this many units
-_SMALL = 16  # a part of this fraction of what it could be cut from, or joined to, is small
+_SIZE_PARTS = 8  # a small model without blocks is split into about this many units
+_SMALL = 16  # a part is small if it has this fraction of the bytes of what it could be split from, or joined to
 _CHOOSING = frozenset({nn.AdaptiveLogSoftmaxWithLoss})
-"""torch's modules that run a child for what of the batch falls to it, and not at all where nothing does."""
+"""torch's modules that run a child only for the samples that select it, and not at all without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes, in the parameters' own types.
+    """Bytes, in the parameters' own dtypes.
 
     Attributes:
-        unit_bytes: a module with more is cut into its children.
-        run_bytes: leaf modules one after another are one unit up to this.
+        unit_bytes: a larger module is split into its children.
+        run_bytes: consecutive leaf modules are one unit up to this size.
     """
 
     unit_bytes: int = 256 << 20
@@ -50,22 +50,28 @@ class Limits:
 
 
 LIMITS = Limits()
-"""Messages above a few MiB are as fast as the wire is; three units of this size are small beside what a device has."""
+"""Messages above a few MiB reach the full bandwidth, and three units of this size are small compared with a device's memory."""
 
 
 @dataclass(slots=True)
 class Group:
-    """A unit before it has storage: the modules whose forward uses it (hosts), and its parameters in order."""
+    """A unit before it has storage.
+
+    Attributes:
+        name: of the unit.
+        hosts: modules whose forward uses it.
+        params: in order.
+        is_block: a block, or a part of one: other groups may join it, and it joins none.
+        is_named: the user asked for exactly this unit.
+        is_apart: used in several places, or around other units: parameters that joined it would be in memory all that time.
+    """
 
     name: str
     hosts: list[nn.Module] = field(default_factory=list)
     params: list[nn.Parameter] = field(default_factory=list)
     is_block: bool = False
-    """A block, or a part of one: others may join it, it joins none."""
     is_named: bool = False
-    """The user asked for it: exactly these parameters are a unit."""
     is_apart: bool = False
-    """It is used in several places, or around other units: what joined it would be in memory all that time."""
 
     @property
     def nbytes(self) -> int:
@@ -78,20 +84,22 @@ class Group:
 
 
 def find_groups(model: nn.Module, limits: Limits = LIMITS, units: Sequence[str] = ()) -> list[Group]:
-    """Groups that cover every parameter of `model` once, in registration order.
+    """Return groups that cover every parameter of `model` once, in registration order.
 
     Args:
-        units: Patterns of modules that are one unit each, see `find_named`.
+        model: the model.
+        limits: of sizes.
+        units: patterns of modules that are one unit each, see `find_named`.
 
     Raises:
-        ConfigError: A pattern that no module with parameters has.
+        ConfigError: no module with parameters matches a pattern.
     """
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     named = _named_hosts(model, find_named(model, units))
     inside = {inner for module in named for inner in module.modules()}
     blocks = [block for block in _blocks(model) if block not in inside]
     groups = _parts(model, blocks, names, limits, named)
-    groups = _settle_shared(groups, {param: name for name, param in model.named_parameters()})
+    groups = _separate_shared(groups, {param: name for name, param in model.named_parameters()})
     _set_apart(groups)
     for group in groups:
         group.is_apart = group.is_apart or group.is_named
@@ -102,10 +110,10 @@ def find_groups(model: nn.Module, limits: Limits = LIMITS, units: Sequence[str] 
 
 
 def find_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Modules with parameters whose full name or class name a pattern has, the outermost only, in registration order.
+    """Return the modules with parameters whose full name or class name matches, outermost only, in registration order.
 
     Raises:
-        ConfigError: A pattern that none has. The message has the closest names.
+        ConfigError: no module matches a pattern; with the closest names.
     """
     candidates = [(name, module) for name, module in model.named_modules() if _has_params(module)]
     found: list[nn.Module] = []
@@ -120,7 +128,7 @@ def find_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             known |= dict.fromkeys(type(module).__name__ for _, module in candidates)
             close = difflib.get_close_matches(pattern, known, 3, cutoff=0.0)
             raise ConfigError(
-                f"units: {pattern!r} is the name of no module with parameters, and of no such class. The closest are "
+                f"units: no module with parameters has the name or class {pattern!r}. The closest are "
                 f"{', '.join(map(repr, close))}. Patterns are compared with whole names; `*` stands for any text: '*.experts'"
             )
         found += mine
@@ -129,7 +137,7 @@ def find_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _named_hosts(model: nn.Module, named: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """For each named module the module whose forward uses it: itself, or the one around a list, which is never called."""
+    """Return the module whose forward uses each named module: itself, or the one around a list, which is never called."""
     around = {child: module for module in model.modules() for child in module.children()} if named else {}
     hosts: dict[nn.Module, nn.Module] = {}
     for module in named:
@@ -141,7 +149,7 @@ def _named_hosts(model: nn.Module, named: Sequence[nn.Module]) -> dict[nn.Module
 
 
 def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
-    """A pass forward as registration order shows it: each group's hosts, and what runs inside which."""
+    """Return a forward as registration order shows it: each group's hosts, and which run inside which."""
     units_of: dict[nn.Module, list[int]] = {}
     for place, group in enumerate(groups):
         for host in group.hosts:
@@ -161,7 +169,7 @@ def find_visits(model: nn.Module, groups: Sequence[Group]) -> tuple[Visit, ...]:
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether its backward needs its indices and not its weights. `weight_norm` computes the weight from parameters."""
+    """Return True if its backward needs indices only, not weights. `weight_norm` computes the weight from parameters."""
     return type(module) is nn.Embedding and module.max_norm is None and "weight" in module._parameters
 
 
@@ -175,7 +183,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     named = [module for module in model.modules() if type(module).__name__ in wanted and module is not model]
     found = _outermost([module for module in named if _has_params(module)])
     kinds = Counter(type(module) for module in found)
-    # A class that occurs once (BertEmbeddings) is not a block: its embeddings and its norm have different lives.
+    # A class that occurs once (BertEmbeddings) is not a block: its embeddings and its norm are used at different times.
     found = [module for module in found if kinds[type(module)] >= _MIN_BLOCKS]
     if found:
         return found
@@ -187,7 +195,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
                 child for child in module if child is not None
             ]  # as lists of optional layers have (x-transformers)
             kinds = Counter(type(child) for child in there if _has_params(child))
-            # Leaves that repeat (a stack of Linear layers) are cut by size instead: one of them may be tiny.
+            # Repeated leaves (a stack of Linear layers) are split by size instead: one of them may be tiny.
             children += [
                 c for c in there if kinds[type(c)] >= _MIN_BLOCKS and _is_called(c) and any(True for _ in c.children())
             ]
@@ -200,7 +208,7 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """A list is never called: a unit hosted by one would have no hook that runs."""
+    """Return False for lists, which are never called: a hook of a unit that one hosts would not run."""
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
@@ -218,10 +226,14 @@ def _parts(
     limits: Limits,
     named: dict[nn.Module, nn.Module],
 ) -> list[Group]:
-    """Blocks, and modules outside of them with the parameters that they hold; a shared parameter in each that uses it.
+    """Return blocks, and modules outside of them with their own parameters. A shared parameter is in each group that uses it.
 
     Args:
-        named: Modules that are one unit each, with their hosts.
+        model: the model.
+        blocks: its blocks.
+        names: of the modules.
+        limits: of sizes.
+        named: modules that are one unit each, with their hosts.
     """
     taken = {inner for module in named for inner in module.modules()}
     inside = {id(inner) for block in blocks for inner in block.modules()} | {id(inner) for inner in taken}
@@ -239,7 +251,7 @@ def _parts(
             params = _unique(module.parameters())
             out.append(Group(names[module], [named[module]], params, is_block=True, is_named=True))
         elif id(module) in heads:
-            out += _cut(module, names, limits, taken)
+            out += _split(module, names, limits, taken)
         elif id(module) not in inside and id(module) not in skip:
             if _reads_its_children(module, inside, holders, most):
                 skip.update(id(inner) for inner in module.modules())
@@ -251,20 +263,23 @@ def _parts(
     return out
 
 
-def _cut(
+def _split(
     block: nn.Module, names: dict[nn.Module, str], limits: Limits, taken: Collection[nn.Module] = ()
 ) -> Iterator[Group]:
-    """A block, or its large children where it is above the limit; what is left of it is hosted by the block itself.
+    """Yield a block, or its large children if it is above the limit; the block hosts the remaining parameters.
 
     Args:
-        taken: Modules of other units.
+        block: the module to split.
+        names: of the modules.
+        limits: of sizes.
+        taken: modules of other units.
     """
     params = _held(block, taken)
     own = set(_own(block))
     children: list[nn.Module] = []
     if _nbytes(params) > limits.unit_bytes and 2 * _nbytes(own) < _nbytes(params):
         large = limits.unit_bytes // _SMALL
-        # Not through lists: of experts each rank may run others, and at stage 3 all ranks must run the same units.
+        # Not through lists: ranks may run different experts, and at stage 3 all ranks must gather the same units.
         children = [
             c for c in block.children() if _is_called(c) and c not in taken and _nbytes(_held(c, taken)) > large
         ]
@@ -273,20 +288,20 @@ def _cut(
     if rest:
         yield Group(names[block], [block], rest, is_block=True)
     for child in children:
-        yield from _cut(child, names, limits, taken)
+        yield from _split(child, names, limits, taken)
 
 
 def _held(module: nn.Module, taken: Collection[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of the modules inside this one that are not `taken`."""
+    """Return the parameters of the modules inside this one that are not `taken`."""
     return _unique(param for inner in module.modules() if inner not in taken for param in _own(inner))
 
 
 def _reads_its_children(module: nn.Module, inside: set[int], holders: Counter[nn.Parameter], most: int) -> bool:
-    """A module with parameters of its own may read its children's directly (MultiheadAttention does): it hosts both.
+    """Return True if a module hosts its children's parameters, too.
 
-    So does one that runs its children or not as its batch has it: other ranks may run others.
-
-    Not where that would make a unit of `most` bytes of a module that has few itself: reads are noticed where it was wrong.
+    A module with parameters of its own may read its children's directly (MultiheadAttention does), or run its children
+    depending on the batch, which differs between ranks. A module with few parameters of its own does not host a unit of more
+    than `most` bytes: a read of a released parameter is detected anyway.
     """
     if any(id(inner) in inside for inner in module.modules()):
         return False
@@ -307,8 +322,8 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 # Joined ---------------------------------------------------------------------------------------------------------------
 
 
-def _settle_shared(groups: list[Group], names: dict[nn.Parameter, str]) -> list[Group]:
-    """Every parameter in one group. A shared one is a group of its own, or makes those that use it one."""
+def _separate_shared(groups: list[Group], names: dict[nn.Parameter, str]) -> list[Group]:
+    """Put every parameter into one group. A shared one becomes a group, or joins the groups that use it."""
     homes: dict[nn.Parameter, list[Group]] = {}
     for group in groups:
         for param in group.params:
@@ -337,7 +352,7 @@ def _settle_shared(groups: list[Group], names: dict[nn.Parameter, str]) -> list[
 
 
 def _linked(groups: list[Group], links: Iterable[list[Group]]) -> list[list[Group]]:
-    """Groups that share parameters, directly or through others, in order; only those that share some."""
+    """Return the groups that share parameters, directly or through others, in order."""
     parent = {id(group): group for group in groups}
 
     def root(group: Group) -> Group:
@@ -362,7 +377,7 @@ def _set_apart(groups: list[Group]) -> None:
 
 
 def _merge_small(groups: list[Group], small_bytes: int) -> list[Group]:
-    """Leftovers that weigh no more join the nearest block before them, else after them."""
+    """Join small groups to the nearest block before them, else after them."""
     first = next((group for group in groups if group.is_block and not group.is_apart), None)
     if first is None:
         return groups

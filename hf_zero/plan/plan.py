@@ -35,7 +35,7 @@ def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) ->
     """Places in the layout of units that a pass brings in twice, those used last first; the same on every rank."""
     return [
         at
-        for at in layout.brought_in_twice()
+        for at in layout.gathered_twice()
         if not all(stays(span, placements[span.index], setup.policy) for span in layout.units[at].spans)
     ]
 

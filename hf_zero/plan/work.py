@@ -101,7 +101,7 @@ def uses(layout: Layout, setup: Setup) -> list[int]:
     Most units once forward and once backward. What ends the forward is still there when backward begins, as are units that are
     kept, and an embedding's backward needs no weights.
     """
-    again = {*layout.brought_in_twice()} - setup.kept
+    again = {*layout.gathered_twice()} - setup.kept
     return [setup.backward_per_step * (1 + (at in again)) if use.first else 0 for at, use in enumerate(layout.uses())]
 
 
