@@ -197,7 +197,9 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
 
 def test_the_plan_knows_named_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(capsys) != planned(capsys, "--zero-units", "*.layers"), "all layers are gathered at once"
-    assert "units: no module with parameters has the name or class '*.expert'" in planned(capsys, "--zero-units", "*.expert")
+    assert "units: no module with parameters has the name or class '*.expert'" in planned(
+        capsys, "--zero-units", "*.expert"
+    )
 
 
 def test_deepspeed_settings_become_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
