@@ -9,8 +9,8 @@ checkpoint ranges follow from this arithmetic.
 
 That is the owner rule `slice`. With `whole` (`ParamSpec.step_cost`) every parameter has one owner, for optimizers that need
 full matrices. Parameters are dealt to the ranks over all spans of the layout, the costliest first, each to the rank with the
-lowest cost so far (longest processing time first: Graham 1969, at most 4/3 of the optimum). They are ordered by owner, so slices
-are ragged: not padded, possibly empty.
+lowest cost so far (longest processing time first: Graham 1969, at most 4/3 of the optimum). They are ordered by owner, so
+slices are ragged: not padded, possibly empty.
 """
 
 from __future__ import annotations
