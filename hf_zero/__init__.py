@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
     from .checkpoint.series import prune_checkpoints as prune_checkpoints
     from .compat.preemption import on_preemption as on_preemption
     from .config import ZeroConfig as ZeroConfig
-    from .engine.optimizer_kinds import register_optimizer as register_optimizer
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import LayoutError as LayoutError
@@ -36,6 +35,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these for names of this package
     from .huggingface.trainer import ZeroTrainer as ZeroTrainer
     from .huggingface.trainer import zero_trainer_cls as zero_trainer_cls
     from .huggingface.training_arguments import ZeroTrainingArguments as ZeroTrainingArguments
+    from .optimizers.kinds import register_optimizer as register_optimizer
     from .params.access import full_gradient as full_gradient
     from .params.access import full_optimizer_state as full_optimizer_state
     from .params.access import full_parameter as full_parameter
@@ -64,7 +64,7 @@ _NAMES = {
     "checkpoint.series": ("latest_checkpoint", "prune_checkpoints"),
     "compat.preemption": ("on_preemption",),
     "config": ("ZeroConfig",),
-    "engine.optimizer_kinds": ("register_optimizer",),
+    "optimizers.kinds": ("register_optimizer",),
     "errors": (
         "CheckpointError",
         "ConfigError",

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..engine.optimizer_kinds import state_tensors
 from ..engine.span import Span
+from ..optimizers.kinds import state_tensors
 from ..plan.costs import KINDS, TIERS, Memory
 from ..plan.machine import here
 from ..plan.peaks import memory_of

@@ -22,8 +22,8 @@ from ..comm.wire import SoloWire
 from ..core.precision import Precision
 from ..errors import ZeroError
 from ..tiers.array import OnDisk, Values
+from ..tiers.storage_tier import Arrival
 from ..tiers.tier import Tier
-from .offload import Arrival
 from .parameter import has_raw_grads, raw_grad, set_raw_grad, take_raw_grads
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from ..comm.agree import read
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import LayoutError
+from ..optimizers.kinds import Kind, state_bytes, step_cost
 from ..plan.costs import Placement
 from ..plan.plan import Drafter
 from .context import Context
 from .optimizer import Groups
-from .optimizer_kinds import Kind, state_bytes, step_cost
 from .parameter import disown, set_raw_data
 from .span import Span
 from .unit import Unit

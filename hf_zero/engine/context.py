@@ -17,9 +17,9 @@ from ..errors import RankMismatchError, StateError, TierError, ZeroError
 from ..plan.machine import free_device_bytes, free_host_bytes
 from ..plan.plan import Plan
 from ..tiers.pool import Storage
+from ..tiers.storage_tier import StorageTier, tier_of
 from ..tiers.tier import Tier
 from .observer import Events
-from .offload import StorageTier, tier_of
 
 if TYPE_CHECKING:
     from .unit import Unit

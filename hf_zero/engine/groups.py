@@ -15,10 +15,10 @@ from torch import nn
 
 from ..comm import agree
 from ..errors import LayoutError, RankMismatchError
+from ..optimizers.kinds import Kind, kind_of
 from .context import Context
 from .optimizer import Binding, Groups
-from .optimizer_kinds import Kind, kind_of
-from .parameter import place_of
+from .parameter import original_class, place_of
 from .segments import Segment, first_segments
 from .span import Span
 
@@ -59,7 +59,9 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindin
     is_sharded = context.layout.shards > 1
     with agree.on_all_ranks(context.wire, "Engine.bind", kind=RankMismatchError) as report:
         kinds = [
-            before[each].kind if each in before else kind_of(each, names, sharded=is_sharded, offloaded=config.offloads)
+            before[each].kind
+            if each in before
+            else kind_of(each, names, sharded=is_sharded, offloaded=config.offloads, class_of=original_class)
             for each in optimizers
         ]
         changed = [each not in before or not before[each].is_current() for each in optimizers]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..comm.inflight import Inflight, Latch
 from ..errors import StateError
+from ..optimizers.twin import Twin, copied, in_host, is_elementwise
 from ..tiers.array import OnDisk, Values
 from ..tiers.pool import Storage
 from ..tiers.tier import Meter, Tier
@@ -31,7 +32,6 @@ from .parameter import set_raw_grad
 from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
 from .schedule import Schedule
 from .span import Span
-from .twin import Twin, copied, in_host, is_elementwise
 from .unit import Unit
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..optimizers.kinds import Kind, moves_without_gradient
+from ..optimizers.trials import inner_optimizers
 from ..tiers.tier import Tier
 from .context import Context
-from .optimizer_kinds import Kind, moves_without_gradient
 from .optimizer_state import elementwise_of, put_states
-from .optimizer_trials import inner_optimizers
 from .segment_states import SegmentStates
 from .segments import Segment, runs_of, split
 from .span import Span

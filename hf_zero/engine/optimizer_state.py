@@ -20,9 +20,9 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire, wire_device
 from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, ZeroError
+from ..optimizers.facts import states_of
 from ..tiers.array import OnDisk, Values, fetch, flat_of
 from ..tiers.tier import Tier
-from .optimizer_trial import states_of
 from .segments import Segment
 from .span import Span
 

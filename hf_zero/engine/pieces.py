@@ -14,10 +14,10 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
+from ..optimizers.facts import options_added, refusal_of, states_of
 from ..tiers.array import Values, flat_of
 from .optimizer import Binding
 from .optimizer_state import arrays_of, describe, mark_of, new_room, segments_of, single_value
-from .optimizer_trial import options_added, refusal_of, states_of
 from .parameter import place_of
 from .segments import Segment
 from .span import Span

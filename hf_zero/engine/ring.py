@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..comm.inflight import Inflight
 from ..errors import StateError
+from ..optimizers.twin import is_elementwise
 from ..tiers.array import OnDisk, Values
 from ..tiers.host import Link
 from ..tiers.pool import Storage
 from .segments import Segment
 from .span import Span
-from .twin import is_elementwise
 
 MASTER, GRAD = "\0master", "\0grad"
 """Keys beside names of states."""

@@ -17,6 +17,7 @@ from ..config import STAGES, ZeroConfig
 from ..core.precision import Precision
 from ..core.units import LIMITS, Limits
 from ..errors import ConfigError, RankMismatchError, TierError
+from ..optimizers.kinds import kind_of, state_tensors
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, plan
@@ -30,8 +31,7 @@ from .context import Context
 from .engine import Engine, engine_of
 from .groups import bind, originals_of
 from .observer import Events, Observer
-from .optimizer_kinds import kind_of, state_tensors
-from .parameter import place_of, source_of
+from .parameter import original_class, place_of, source_of
 
 Made = TypeVar("Made", bound=Engine)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -100,7 +100,10 @@ def shard(
         where = device_of(model, device)
         originals = originals_of(optimizers, drafter.names)
         is_sharded = config.shards(wire.size) > 1
-        kinds = [kind_of(each, drafter.names, sharded=is_sharded, offloaded=config.offloads) for each in optimizers]
+        kinds = [
+            kind_of(each, drafter.names, sharded=is_sharded, offloaded=config.offloads, class_of=original_class)
+            for each in optimizers
+        ]
         specs = specs_of(drafter, originals, optimizers, kinds)
     agree.same_structure(wire, config, mixed_precision, specs, originals, drafter.names)
     wire.open_groups()

@@ -13,8 +13,8 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import shard
 from hf_zero.engine.engine import Engine
-from hf_zero.engine.optimizer_kinds import Kind, kind_of, register_optimizer
 from hf_zero.errors import ConfigError, LayoutError, StateError, UnsupportedOptimizerError
+from hf_zero.optimizers.kinds import Kind, kind_of, register_optimizer
 from tests import optimizers as own
 
 

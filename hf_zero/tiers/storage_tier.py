@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..comm.inflight import DONE, Inflight
-from ..tiers.array import DiskArray, OnDisk, Values
-from ..tiers.pool import Storage
-from ..tiers.tier import Tier
+from .array import DiskArray, OnDisk, Values
+from .pool import Storage
+from .tier import Tier
 
 
 class StorageTier(Protocol):

@@ -4,7 +4,7 @@
 * Full-matrix optimizers: a parameter's update depends on that whole parameter, and on no other. Each parameter has one
   owner rank. Where every rank has all parameters on its device, an update may depend on several of them.
 
-torch's own are known by name, others by registration, by name, or by trial steps (`optimizer_trials`).
+torch's own are known by name, others by registration, by name, or by trial steps (`trials`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..tiers.array import is_array
-from .optimizer_trials import Trial, inner_optimizers, trials
-from .parameter import original_class
+from .trials import Trial, inner_optimizers, trials
 from .twin import copy_of, options_of
 
 
@@ -82,13 +81,21 @@ def register_optimizer(cls: type[torch.optim.Optimizer], kind: str) -> None:
         raise ConfigError(f"kind is {kind!r}. Use 'elementwise' or 'matrices'") from None
 
 
-def kind_of(optimizer: torch.optim.Optimizer, params: Container[Tensor], *, sharded: bool, offloaded: bool) -> Kind:
+def kind_of(
+    optimizer: torch.optim.Optimizer,
+    params: Container[Tensor],
+    *,
+    sharded: bool,
+    offloaded: bool,
+    class_of: Callable[[nn.Parameter], type[Any]] = type,
+) -> Kind:
     """Return what an optimizer steps over.
 
     Args:
         params: the model's parameters.
         sharded: the ranks share the parameters out.
         offloaded: state may be outside of the device's memory.
+        class_of: returns the class that user code gave a parameter.
 
     Raises:
         UnsupportedOptimizerError: it cannot work here.
@@ -98,7 +105,7 @@ def kind_of(optimizer: torch.optim.Optimizer, params: Container[Tensor], *, shar
         return registered[0]
     name = type(optimizer).__name__
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    unusable = _why_unsupported(optimizer, params, is_torchs=is_torchs)
+    unusable = _why_unsupported(optimizer, params, class_of, is_torchs=is_torchs)
     if unusable is not None:
         raise UnsupportedOptimizerError(f"{name} cannot step over a sharded model: {unusable}. Use {_INSTEAD}")
     reason = None if is_torchs and name in _ELEMENTWISE else _why_matrices(optimizer)
@@ -164,7 +171,13 @@ def state_bytes(
 # Reasons --------------------------------------------------------------------------------------------------------------
 
 
-def _why_unsupported(optimizer: torch.optim.Optimizer, params: Container[Tensor], *, is_torchs: bool) -> str | None:
+def _why_unsupported(
+    optimizer: torch.optim.Optimizer,
+    params: Container[Tensor],
+    class_of: Callable[[nn.Parameter], type[Any]],
+    *,
+    is_torchs: bool,
+) -> str | None:
     for base in type(optimizer).__mro__:
         if base.__name__ in _UNSUPPORTED:
             return _UNSUPPORTED[base.__name__]
@@ -177,7 +190,7 @@ def _why_unsupported(optimizer: torch.optim.Optimizer, params: Container[Tensor]
         return None
     for group in optimizer.param_groups:
         for param in group["params"]:
-            kind = original_class(param)
+            kind = class_of(param)
             if param.requires_grad and kind is not nn.Parameter and issubclass(kind, nn.Parameter):
                 return f"it may have rules of its own for a {kind.__name__}, and would be given plain tensors"
     with suppress(Exception):
