@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..core.held_signals import HeldSignals
 from ..errors import StateError
 from ..tiers.fingerprint import sample
 from .groups import rebind
-from .held_signals import HeldSignals
 from .optimizer import Binding
 from .optimizer_dict import load_state_dict, state_dict
 from .parameter import raw_data
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 _MODES = ("train", "eval")
 """Methods of schedule-free optimizers that write what the groups hold."""
+
+
+class Hold(Protocol):
+    """Full parameters that stay gathered for a while, and that user code may write."""
+
+    def refuse_writes(self) -> None:
+        """Raise `StateError` where user code wrote them: the optimizer's tensors of them were written, too."""
+
+    def renew(self) -> None:
+        """Gather again: the masters were written. A collective."""
 
 
 class Bound:

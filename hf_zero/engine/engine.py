@@ -17,11 +17,9 @@ from ..comm.agree import read
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig
 from ..core.precision import Precision
-from ..errors import ConfigError, StateError, ZeroError
+from ..errors import StateError, ZeroError
 from ..tiers.tier import Tier
-from . import weighing
-from .away import STATES, Away
-from .bound import Bound
+from .bound import Bound, Hold
 from .build import give_back
 from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
@@ -39,7 +37,6 @@ from .saving import load, outline, save
 from .schedule import Schedule
 from .span import Span
 from .unit import Unit
-from .unsharded import Hold, same_on_all_ranks
 
 Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
@@ -63,7 +60,6 @@ class Engine:
         self.saves = Saves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
-        self._away = Away(context, bindings)
         self._presence = Presence(context, self.schedule.reduce_late, self._split)
         self._undo: list[Callable[[], object]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
@@ -72,7 +68,7 @@ class Engine:
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
         self.hold: Hold | None = None
-        """Inside `unsharded`."""
+        """Full parameters that stay gathered for a while, while they do."""
         self._bound = Bound(self, bindings)
         self._undo.append(self._bound.detach)
         for observer in context.events.observers:
@@ -154,40 +150,6 @@ class Engine:
             yield
         finally:
             schedule.sync, schedule.defers = before
-
-    def total_weight(self, weight: float | Tensor) -> float:
-        """Return the sum of all ranks' `weight`, for `weigh`. Ranks without samples give 0. A collective.
-
-        Raises:
-            ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0.
-        """
-        with self._wire.watch.doing("total_weight()"):
-            return weighing.over_ranks(self._wire, weight)
-
-    def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
-        """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
-
-        Every rank runs as many forwards and backwards. One without samples runs any batch with weight 0.
-
-        Args:
-            loss: the (weighted) mean over this rank's samples, 0-dim.
-            weight: what these samples weigh together: their number, their tokens, or the sum of their weights.
-            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: this is
-                the step's only backward; a collective then.
-
-        Raises:
-            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
-
-        Example:
-            >>> engine.weigh(model(**batch).loss, weight=len(batch["input_ids"])).backward()
-        """
-        problem = weighing.is_loss(loss)
-        if total is None:
-            with self._wire.watch.doing("weigh()"):
-                total = weighing.over_ranks(self._wire, weight, problem)
-        elif problem is not None:
-            raise ConfigError(problem)
-        return weighing.scaled(loss, weight, total, self.world_size)
 
     @contextmanager
     def own_buffers(self) -> Iterator[None]:
@@ -275,6 +237,10 @@ class Engine:
         for event in self.events.after_zero_grad:
             event()
 
+    def follow_writes(self) -> None:
+        """Parameters get what user code wrote to tensors of optimizer groups. A collective where it wrote."""
+        self._bound.follow_writes()
+
     def wait_for_steps(self) -> None:
         """Return when no other thread updates masters or reads gradients."""
         if self.stepper is not None:
@@ -342,65 +308,6 @@ class Engine:
     def traffic(self) -> Traffic:
         """Bytes and messages that this rank has sent."""
         return self._wire.traffic
-
-    @contextmanager
-    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
-        """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`."""
-        context = self.context
-        if context.is_unsharded:  # the outer one decides
-            yield
-            return
-        if backward_id() >= 0:
-            raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
-        self.schedule.quiesce()
-        self.wait_for_steps()
-        self._bound.follow_writes()  # inside, nothing is sent
-        for event in self.events.before_unsharded:
-            event()
-        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
-        context.is_unsharded, self.hold = True, hold
-        try:
-            yield
-            self._bound.follow_writes()
-            same_on_all_ranks(context)
-        finally:
-            context.is_unsharded, self.hold = False, None
-            hold.end(hold.written())
-
-    # Away -------------------------------------------------------------------------------------------------------------
-
-    def offload_states(self, include: Iterable[str] = STATES) -> None:
-        """Move what is stored on the device to host memory, until `reload_states`. Call it on every rank.
-
-        It makes room for other programs that share the device. Nothing can be computed or saved meanwhile.
-
-        Args:
-            include: of `parameters`, `gradients` and `optimizer` (masters and states, with their gradients).
-
-        Raises:
-            ConfigError: another name.
-            StateError: states are in host memory already.
-
-        Example:
-            >>> engine.offload_states()
-            >>> generate_with_another_engine()
-            >>> engine.reload_states()
-        """
-        self.context.refuse_unsharded("offload_states")
-        with self._wire.watch.doing("Engine.offload_states"):
-            if not self.context.away:
-                self.schedule.flush()
-                self.quiesce()
-            self._away.leave(include)
-
-    def reload_states(self) -> None:
-        """Move everything back, the same to the bit. A collective where the stage keeps full parameters.
-
-        Raises:
-            StateError: nothing is away.
-        """
-        with self._wire.watch.doing("Engine.reload_states"):
-            self._away.come_back()
 
     # Values from outside ----------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.held_signals import HeldSignals
 from ..errors import StallError
 from ..tiers.fingerprint import sample
-from .held_signals import HeldSignals
 
 Closure = Callable[[], Any]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -17,15 +17,25 @@ from ..compat.names import EngineNames
 from ..core.layout import Layout
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
-from ..errors import StateError
+from ..engine.context import Context
+from ..engine.graph import backward_id
+from ..engine.optimizer import Binding
+from ..errors import ConfigError, StateError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
 from ..plan.report import Report
 from ..sequence.parallel import SequenceParallel
+from . import weighing
+from .away import STATES, Away
+from .unsharded import Hold, same_on_all_ranks
 
 
 class Engine(EngineNames, core.Engine):
     """One sharded model in training. Made by `zero.shard`; see there."""
+
+    def __init__(self, context: Context, bindings: list[Binding]) -> None:
+        self._away = Away(context, bindings)
+        super().__init__(context, bindings)
 
     def report(self) -> Report:
         """Return what is stored where, in bytes of this rank: predicted, and measured now.
@@ -108,6 +118,101 @@ class Engine(EngineNames, core.Engine):
             "instead (copy.deepcopy(model) on every rank gives a plain one), save with engine.save(folder) or "
             "torch.save(model.state_dict())"
         )
+
+    def total_weight(self, weight: float | Tensor) -> float:
+        """Return the sum of all ranks' `weight`, for `weigh`. Ranks without samples give 0. A collective.
+
+        Raises:
+            ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0.
+        """
+        with self.wire.watch.doing("total_weight()"):
+            return weighing.over_ranks(self.wire, weight)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
+        """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
+
+        Every rank runs as many forwards and backwards. One without samples runs any batch with weight 0.
+
+        Args:
+            loss: the (weighted) mean over this rank's samples, 0-dim.
+            weight: what these samples weigh together: their number, their tokens, or the sum of their weights.
+            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: this is
+                the step's only backward; a collective then.
+
+        Raises:
+            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
+
+        Example:
+            >>> engine.weigh(model(**batch).loss, weight=len(batch["input_ids"])).backward()
+        """
+        problem = weighing.is_loss(loss)
+        if total is None:
+            with self.wire.watch.doing("weigh()"):
+                total = weighing.over_ranks(self.wire, weight, problem)
+        elif problem is not None:
+            raise ConfigError(problem)
+        return weighing.scaled(loss, weight, total, self.world_size)
+
+    @contextmanager
+    def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
+        """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`.
+
+        Raises:
+            StateError: inside a backward.
+        """
+        context = self.context
+        if context.is_unsharded:  # the outer one decides
+            yield
+            return
+        if backward_id() >= 0:
+            raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
+        self.schedule.quiesce()
+        self.wait_for_steps()
+        self.follow_writes()  # inside, nothing is sent
+        for event in self.events.before_unsharded:
+            event()
+        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        context.is_unsharded, self.hold = True, hold
+        try:
+            yield
+            self.follow_writes()
+            same_on_all_ranks(context)
+        finally:
+            context.is_unsharded, self.hold = False, None
+            hold.end(hold.written())
+
+    def offload_states(self, include: Iterable[str] = STATES) -> None:
+        """Move what is stored on the device to host memory, until `reload_states`. Call it on every rank.
+
+        It makes room for other programs that share the device. Nothing can be computed or saved meanwhile.
+
+        Args:
+            include: of `parameters`, `gradients` and `optimizer` (masters and states, with their gradients).
+
+        Raises:
+            ConfigError: another name.
+            StateError: states are in host memory already.
+
+        Example:
+            >>> engine.offload_states()
+            >>> generate_with_another_engine()
+            >>> engine.reload_states()
+        """
+        self.context.refuse_unsharded("offload_states")
+        with self.wire.watch.doing("Engine.offload_states"):
+            if not self.context.away:
+                self.schedule.flush()
+                self.quiesce()
+            self._away.leave(include)
+
+    def reload_states(self) -> None:
+        """Move everything back, the same to the bit. A collective where the stage keeps full parameters.
+
+        Raises:
+            StateError: nothing is away.
+        """
+        with self.wire.watch.doing("Engine.reload_states"):
+            self._away.come_back()
 
     @property
     def plan(self) -> Plan:

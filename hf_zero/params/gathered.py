@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from ..comm.wire import SoloWire
 from ..engine.context import Context
-from ..engine.engine import engine_of
 from ..engine.parameter import Place, place_of
 from ..engine.span import Span
 from ..engine.unit import Unit
-from ..engine.unsharded import Hold
 from ..engine.written import carry
 from ..errors import ConfigError, StateError
 from ..tiers.fingerprint import fingerprint
 from .deferred import Deferred, deferred_of
+from .engine import Engine, engine_of
+from .unsharded import Hold
 
 
 class GatheredParameters:
@@ -294,5 +294,7 @@ def unsharded(model: nn.Module, *, in_compute_dtype: bool = False) -> Iterator[N
             )
         yield
         return
+    if not isinstance(engine, Engine):
+        raise StateError("zero.unsharded: hf_zero.engine.shard built the core alone. Build the engine by zero.shard")
     with engine.unsharded(in_compute_dtype=in_compute_dtype):
         yield

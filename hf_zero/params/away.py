@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..engine.context import Context
+from ..engine.optimizer import Binding
+from ..engine.span import Span
+from ..engine.unit import State
 from ..errors import ConfigError, StateError
 from ..tiers.array import Values
 from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
-from .context import Context
-from .optimizer import Binding
-from .span import Span
-from .unit import State
 
 STATES = ("parameters", "gradients", "optimizer")
 """What `Engine.offload_states` moves."""

@@ -13,11 +13,11 @@ import torch
 from ..comm import agree
 from ..config import size_text
 from ..core.precision import dtype_of
+from ..engine.context import Context
+from ..engine.span import Span
+from ..engine.unit import State, Unit
 from ..errors import OutOfMemoryError, RankMismatchError, StateError
 from ..tiers.fingerprint import digest
-from .context import Context
-from .span import Span
-from .unit import State, Unit
 
 
 class Hold:
