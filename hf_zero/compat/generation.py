@@ -37,5 +37,5 @@ class Generation(Observer):
             with self._context.wire.watch.doing("generate()"):
                 self._engine.exchange(None)
             kwargs["synced_gpus"] = True  # Seq2SeqTrainer passes False, which is right for unsharded models
-        with self._engine.own_buffers():
+        with self._context.own_buffers():
             return stock(*args, **kwargs)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.engine import Engine
-from ..engine.graph import backward_id
+from ..engine.graph import GONE, backward_id
 from ..engine.observer import Observer
-from ..engine.schedule import alive
 from ..engine.span import Span
 from ..engine.unit import Unit
+from ..errors import StateError
 
 _BACKWARDS = 4
 """In so many backwards all units are watched."""
@@ -151,7 +151,9 @@ class SavedTensors(Observer):
     def _unpack(self, saved: Saved) -> Tensor:
         unit = None
         if saved.unit is not None:
-            schedule, unit = alive(self._schedule), saved.unit()
+            schedule, unit = self._schedule(), saved.unit()
+            if schedule is None:
+                raise StateError(GONE)
             if unit is not None and schedule.reach(unit):
                 self._watched.add(unit)
         tensor = saved.tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,7 @@ class Context:
         has_updated: with `step_in_backward`, units were updated since the last step.
         step_wait_s: how long training has waited for updates by the other thread.
         is_unsharded: inside `Engine.unsharded`.
-        keeps_buffers: inside `Engine.own_buffers`.
+        keeps_buffers: inside `own_buffers`.
     """
 
     model: nn.Module
@@ -97,6 +99,15 @@ class Context:
         """All values were written again."""
         self.failure, self._noted, self._severity = None, None, 0
         self.has_updated = False
+
+    @contextmanager
+    def own_buffers(self) -> Iterator[None]:
+        """Leave every rank its own buffers inside."""
+        before, self.keeps_buffers = self.keeps_buffers, True
+        try:
+            yield
+        finally:
+            self.keeps_buffers = before
 
     def refuse_unsharded(self, what: str) -> None:
         """

@@ -151,15 +151,6 @@ class Engine:
         finally:
             schedule.sync, schedule.defers = before
 
-    @contextmanager
-    def own_buffers(self) -> Iterator[None]:
-        """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
-        before, self.context.keeps_buffers = self.context.keeps_buffers, True
-        try:
-            yield
-        finally:
-            self.context.keeps_buffers = before
-
     # Step -------------------------------------------------------------------------------------------------------------
 
     def bind(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ..errors import StateError
+
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
 _OBJECT_DEPTH = 4
 """How deep attributes of unknown objects are followed: a cache holds layers, which hold lists of tensors."""
 _MAX_DEPTH = 32
+GONE = "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -106,3 +110,21 @@ def backward_id() -> int:
     """The number of the backward that runs in this thread; -1 outside a backward."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def weakly(owner: Any, method: Callable[..., object], *args: Any, gone: str = "") -> Callable[..., None]:
+    """Return a hook that calls `method(owner, *args)`, with which a graph does not keep `owner`.
+
+    Args:
+        gone: what the hook raises as `StateError` once `owner` is gone; empty: it does nothing then.
+    """
+    found = weakref.ref(owner)
+
+    def hook(*_: Any) -> None:
+        alive = found()
+        if alive is not None:
+            method(alive, *args)
+        elif gone:
+            raise StateError(gone)
+
+    return hook

@@ -13,8 +13,6 @@ Python work per step grows with units, never with parameters, but for class chan
 from __future__ import annotations
 
 import sys
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,16 +25,15 @@ from torch.autograd import Variable
 from ..core.units import is_plain_embedding
 from ..errors import StallError, StateError
 from .context import Context
-from .graph import backward_id, is_lookup, next_sequence_number, nodes_of, tensors_in
+from .graph import GONE, backward_id, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
 from .parameter import set_raw_grad
-from .tape import HIGHEST, Tape, Token, Use
+from .reduces import Reduces
+from .tape import HIGHEST, Tape, Token, Use, Walk
 from .unit import State, Unit
 
 Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
 """Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
 profiler's trace."""
-_REDUCES_AHEAD = 1
-"""Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
 
 
 class Schedule:
@@ -73,13 +70,8 @@ class Schedule:
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
         # Backward
-        self._answer: Callable[[], list[Unit]] | None = None
-        self._walk: list[Use] = []  # uses that are listed, in the order in which a backward enters them
-        self._walked = 0
-        self._entered: list[Use] = []
-        self._left: dict[Unit, int] = {}  # by unit, listed uses that are not done
-        self._to_reduce: deque[Unit] = deque()
-        self._reducing: deque[Unit] = deque()
+        self._reduces = Reduces()
+        self._walk = Walk()
         self._kept: set[Unit] = set()  # gathered until the backward ends
         self._kept_to_step: set[Unit] = set()
         self._handles: list[Any] = []
@@ -133,12 +125,10 @@ class Schedule:
         if torch.is_grad_enabled():
             if self._tail is None and self._order and self._order[-1].index not in self.context.kept:
                 self._tail = self._order[-1]  # a host of it that was not called has kept it so far
-            hook = partial(_enter_root, weakref.ref(self))
+            hook = weakly(self, Schedule.begin)
             for node in nodes_of(tensors_in(output), 0):
                 node.register_prehook(hook)
-        elif (
-            self._tail is not None and not self.tape.uses
-        ):  # else another rank's forward may have a graph, and keeps it
+        elif self._tail is not None and not self.tape.uses:  # else another rank's forward may have a graph
             self._tail.release()
             self._tail = None
         self._release_prefetched(keeps=self._keeps_units)
@@ -153,12 +143,10 @@ class Schedule:
         return self._keeps or bool(self.tape.uses)
 
     def _release_prefetched(self, *, keeps: bool = False) -> None:
-        if self.frees:
-            for unit in self.units:
-                if keeps and unit.index in self.context.kept:
-                    continue
-                if unit.state is State.SHARDED or unit is self._tail or self._running[unit.index] or unit in self._kept:
-                    continue
+        for unit in self.units if self.frees else ():
+            if unit.state is State.SHARDED or unit is self._tail or self._running[unit.index] or unit in self._kept:
+                continue
+            if not (keeps and unit.index in self.context.kept):
                 unit.release()
 
     def _pre_forward(self, unit: Unit, calls: Calls, host: int, is_lookup: bool, *_: Any) -> None:
@@ -236,7 +224,7 @@ class Schedule:
             nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
             if use.is_lookup and not all(is_lookup(node) for node in nodes):
                 use.reads = True
-            hook = partial(_enter, weakref.ref(self), token)
+            hook = weakly(self, Schedule.enter_by, token, gone=GONE)
             for node in nodes:
                 node.register_prehook(hook)
             if not found and output is not None and self.frees:
@@ -253,7 +241,7 @@ class Schedule:
                 inner, self._tail = self._tail, unit
                 if inner is not None and inner is not unit and not self._running[inner.index]:
                     inner.release()  # the last one inside this call
-        elif not any(each.index == unit.index and not each.is_done for each in self._entered):
+        elif not self._walk.is_in(unit.index):
             unit.release()
 
     def keep(self, unit: Unit, *, to_step: bool) -> None:
@@ -297,33 +285,26 @@ class Schedule:
             event()
         self._list_uses()
         # Last: torch drops the callbacks of a backward that raises, and `recover` then cleans up.
-        Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
+        Variable._execution_engine.queue_callback(weakly(self, Schedule.end))
 
     def _list_uses(self) -> None:
         """Agree on what this backward may reach."""
-        self._walked, self._entered, self._to_reduce = 0, [], deque()
-        self._answer = None
-        if self.frees or self.sends:
-            answer = self.tape.start_agreement(
-                self._wire,
-                self.units,
-                each_use=self.frees,
-                mark=(self.context.flags_mark << 1 | self.sends) & HIGHEST,
-                refuse=partial(self.context.refuse_other_marks, sends=self.sends),
-            )
-        if self.frees:
-            self._to_reduce.extend(answer())
-        elif self.sends:
-            self._answer = answer
+        sends = self.sends
+        if self.frees or sends:
+            mark = (self.context.flags_mark << 1 | sends) & HIGHEST
+            refuse = partial(self.context.refuse_other_marks, sends=sends)
+            start = self.tape.start_agreement
+            self._reduces.begin(start(self._wire, self.units, each_use=self.frees, mark=mark, refuse=refuse))
+            if self.frees:
+                self._reduces.agree()  # it lists the uses
         else:
+            self._reduces.begin()
             self.tape.list_reachable()
-        listed = [use for use in self.tape.uses if use.is_listed]
-        for use in listed:
-            use.is_entered = use.is_done = False
-        self._walk = sorted(listed, key=lambda use: -use.closed)
-        self._left = dict.fromkeys([self.units[use.index] for use in listed], 0)
-        for use in listed:
-            self._left[self.units[use.index]] += 1
+        self._walk = Walk(self.tape.uses)
+
+    def enter_by(self, token: Token) -> None:
+        """The backward comes to the output of the use that a hook owns the token of."""
+        self.enter(token.use)
 
     def enter(self, use: Use) -> None:
         """The backward comes to the output of a use."""
@@ -335,86 +316,51 @@ class Schedule:
         # From before the last step, or passed in the order of the tape and reached after all.
         if not use.is_listed or (use.is_entered and use.is_done and self.frees):
             if use.reads:
-                self._need(self.units[use.index])
-                self._kept.add(self.units[use.index])
+                self._need(self.units[use.index], kept=True)
             return
         if use.is_entered:
             return
-        while self._walked < len(self._walk):
-            each = self._walk[self._walked]
-            self._walked += 1
-            if not each.is_entered:
-                self._arrive(each, skipped=each is not use)
-            if each is use:
-                break
+        for each in self._walk.up_to(use):
+            self._arrive(each, skipped=each is not use)
 
     def _arrive(self, use: Use, *, skipped: bool) -> None:
-        use.is_entered = True
-        over = [earlier for earlier in self._entered if earlier.opened > use.closed]
-        self._entered.append(use)  # first: an earlier use of its unit does not release it
-        for earlier in over:
+        for earlier in self._walk.enter(use):  # entered first: an earlier use of its unit does not release it
             self._finish_use(earlier)
-        if not self.frees:
-            return
-        if use.reads:
+        following = self._walk.next
+        if self.frees and use.reads:
             self._need(self.units[use.index])
-        following = self._walk[self._walked] if self._walked < len(self._walk) else None
-        if following is not None and following.reads and not skipped:
+        if self.frees and following is not None and following.reads and not skipped:
             self.units[following.index].gather()
 
-    def _need(self, unit: Unit) -> None:
+    def _need(self, unit: Unit, *, kept: bool = False) -> None:
         if unit.state is not State.GATHERED:
             unit.gather()
             unit.wait()
+        if kept:
+            self._kept.add(unit)
 
     def reach(self, unit: Unit) -> bool:
         """A backward reads what a graph saved of the unit's memory. Returns False if it had come to the unit by an output."""
-        if any(each.index == unit.index for each in self._entered) and unit.state is State.GATHERED:
+        if self._walk.is_in(unit.index) and unit.state is State.GATHERED:
             return False
         if backward_id() >= 0:
             self.begin()
-            for use in self._walk[self._walked :]:
+            for use in self._walk.ahead:
                 if use.index == unit.index and use.reads:
                     self.enter(use)  # in the order of the tape, like the ranks that come to its output
                     return True
-        self._need(unit)
-        self._kept.add(unit)
+        self._need(unit, kept=True)
         return True
 
     def _finish_use(self, use: Use) -> None:
         """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""
-        use.is_done = True
-        self._entered.remove(use)
+        self._walk.finish(use)
         unit = self.units[use.index]
-        self._left[unit] -= 1
-        if not self._left[unit] and self.sends:
-            self._reduce_ready()
-        if self.frees and not self._keeps_graph and unit not in self._kept and not self._running[unit.index]:
-            self._release_unless_entered(unit)
-
-    def _release_unless_entered(self, unit: Unit) -> None:
-        for each in (*self._entered, *self._walk[self._walked : self._walked + 1]):
-            if each.index == unit.index and each.reads:
-                return
-        unit.release()
-
-    def _reduce_ready(self, *, all_: bool = False) -> None:
-        """Reduce units in the agreed order, as far as this rank is done with them."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            self._to_reduce.extend(answer())
-        while self._to_reduce and (all_ or not self._left.get(self._to_reduce[0])):
-            unit = self._to_reduce.popleft()
-            if unit.trained:
-                self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        for span in unit.trained:
-            span.bucket.count_fresh()
-        while len(self._reducing) >= _REDUCES_AHEAD:
-            self._reducing.popleft().finish_reduce()
-        unit.reduce()
-        self._reducing.append(unit)
+        if self.sends and not self._walk.left[use.index]:
+            self._reduces.advance(self._walk.left)
+        stays = self._keeps_graph or unit in self._kept or self._running[unit.index] or self._walk.needs(unit.index)
+        if self.frees and not stays:
+            unit.release()
 
     def _enter_nested(self, use: Use) -> None:
         """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
@@ -422,17 +368,18 @@ class Schedule:
             self._need(self.units[use.index])
         if not use.is_entered:
             use.is_entered = True
-            self._entered.append(use)
-            Variable._execution_engine.queue_callback(partial(_end_nested, weakref.ref(self), use))
+            self._walk.entered.append(use)
+            Variable._execution_engine.queue_callback(weakly(self, Schedule.end_nested, use))
 
     def end_nested(self, use: Use) -> None:
-        if use in self._entered:
-            self._entered.remove(use)
+        walk = self._walk
+        if use in walk.entered:
+            walk.entered.remove(use)
             unit = self.units[use.index]
-            if self.frees and not self._left.get(unit):
-                if self.sends and unit.trained:
-                    self._reduce(unit)
-                if not any(each.index == unit.index for each in self._entered) and unit not in self._kept:
+            if self.frees and not walk.left.get(unit.index):
+                if self.sends:
+                    self._reduces.start(unit)
+                if not walk.is_in(unit.index) and unit not in self._kept:
                     unit.release()
 
     def end(self) -> None:
@@ -440,15 +387,12 @@ class Schedule:
         if not self.in_backward or backward_id() != self._task:
             return
         self._tail = None
-        while self._walked < len(self._walk):  # uses that other ranks reached, gathered with them
-            each = self._walk[self._walked]
-            self._walked += 1
-            if not each.is_entered:
-                self._arrive(each, skipped=True)
-        for use in sorted(self._entered, key=lambda each: -each.opened):
+        for use in self._walk.up_to():  # uses that other ranks reached, gathered with them
+            self._arrive(use, skipped=True)
+        for use in sorted(self._walk.entered, key=lambda each: -each.opened):
             if use.is_listed:
                 self._finish_use(use)
-        self._entered = []
+        self._walk.entered.clear()
         if self._keeps_graph and self.frees:
             for unit in self.units:
                 if unit.state is State.GATHERED:  # the new graph has views of it
@@ -461,9 +405,7 @@ class Schedule:
         if not self.sync:
             self.puts_off = self.defers
         if self.sends:
-            self._reduce_ready(all_=True)
-            while self._reducing:
-                self._reducing.popleft().finish_reduce()
+            self._reduces.finish()
             self._needs_flush = False
             self._after_sync()
         else:
@@ -479,9 +421,8 @@ class Schedule:
     def reduce_late(self, units: Sequence[Unit]) -> None:
         """Reduce units that no agreed order had. A collective."""
         for unit in units:
-            self._reduce(unit)
-        while self._reducing:
-            self._reducing.popleft().finish_reduce()
+            self._reduces.start(unit)
+        self._reduces.finish()
 
     # Between passes ---------------------------------------------------------------------------------------------------
 
@@ -502,7 +443,8 @@ class Schedule:
             for event in self.events.before_backward:
                 event()
             self.in_backward, self._has_run_backward, self._is_first = True, True, False
-            self._to_reduce, self._left = deque(), {}
+            self._walk = Walk()
+            self._reduces.begin()
             self._finish()
         finally:
             self.sync = sync
@@ -540,10 +482,8 @@ class Schedule:
             self._has_run_backward = not self._is_first
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
-            self._answer = None
-            self._to_reduce.clear()
-            self._reducing.clear()
-            self._entered, self._walk = [], []
+            self._reduces.drop()
+            self._walk = Walk()
             self.tape.clear()
             self._kept.clear()
             self._kept_to_step.clear()
@@ -557,39 +497,3 @@ class Schedule:
                 if self.frees:
                     unit.release()
             self.in_backward = False
-
-
-def alive(schedule: weakref.ref[Schedule]) -> Schedule:
-    """Return the schedule that a graph refers to.
-
-    Raises:
-        StateError: it is gone, and so are the values that the graph needs.
-    """
-    found = schedule()
-    if found is None:
-        raise StateError(
-            "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
-        )
-    return found
-
-
-def _enter(schedule: weakref.ref[Schedule], token: Token, *_: Any) -> None:
-    alive(schedule).enter(token.use)
-
-
-def _enter_root(schedule: weakref.ref[Schedule], *_: Any) -> None:
-    found = schedule()
-    if found is not None:
-        found.begin()
-
-
-def _end(schedule: weakref.ref[Schedule]) -> None:
-    found = schedule()
-    if found is not None:
-        found.end()
-
-
-def _end_nested(schedule: weakref.ref[Schedule], use: Use) -> None:
-    found = schedule()
-    if found is not None:
-        found.end_nested(use)

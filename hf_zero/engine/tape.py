@@ -12,7 +12,7 @@ removes a use from the tape, but for `clear` at the optimizer's step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +56,67 @@ class Token:
 
     def __init__(self, use: Use) -> None:
         self.use = use
+
+
+class Walk:
+    """One backward's way over the uses that are listed, from the one that closed last.
+
+    Attributes:
+        entered: uses that the backward has come to and is not done with.
+        left: by number of the unit, uses that the backward is not done with.
+    """
+
+    def __init__(self, uses: Sequence[Use] = ()) -> None:
+        listed = [use for use in uses if use.is_listed]
+        self.left = dict.fromkeys([use.index for use in listed], 0)
+        for use in listed:
+            use.is_entered = use.is_done = False
+            self.left[use.index] += 1
+        self._order = sorted(listed, key=lambda use: -use.closed)
+        self._at = 0
+        self.entered: list[Use] = []
+
+    def up_to(self, last: Use | None = None) -> Iterator[Use]:
+        """Yield the uses that are not entered yet, to `last` or to the end, as entered."""
+        while self._at < len(self._order):
+            use = self._order[self._at]
+            self._at += 1
+            if not use.is_entered:
+                use.is_entered = True
+                yield use
+            if use is last:
+                return
+
+    @property
+    def ahead(self) -> list[Use]:
+        """Uses that the backward has not come to, the next one first."""
+        return self._order[self._at :]
+
+    @property
+    def next(self) -> Use | None:
+        return self._order[self._at] if self._at < len(self._order) else None
+
+    def enter(self, use: Use) -> list[Use]:
+        """The backward is at a use. Returns entered uses that it is done with: they opened after this one closed."""
+        over = [earlier for earlier in self.entered if earlier.opened > use.closed]
+        self.entered.append(use)
+        return over
+
+    def finish(self, use: Use) -> None:
+        """The backward is done with a use."""
+        use.is_done = True
+        self.entered.remove(use)
+        self.left[use.index] -= 1
+
+    def is_in(self, index: int) -> bool:
+        """Whether the backward is in a use of this unit."""
+        return any(use.index == index for use in self.entered)
+
+    def needs(self, index: int) -> bool:
+        """Whether the backward reads this unit's values now, or in the next use."""
+        following = self.next
+        uses = self.entered if following is None else [*self.entered, following]
+        return any(use.index == index and use.reads for use in uses)
 
 
 class Tape:

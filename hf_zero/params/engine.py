@@ -153,6 +153,10 @@ class Engine(EngineNames, core.Engine):
             raise ConfigError(problem)
         return weighing.scaled(loss, weight, total, self.world_size)
 
+    def own_buffers(self) -> AbstractContextManager[None]:
+        """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
+        return self.context.own_buffers()
+
     @contextmanager
     def unsharded(self, *, in_compute_dtype: bool = False) -> Iterator[None]:
         """Keep all full parameters gathered inside, on every rank. A collective. See `zero.unsharded`.

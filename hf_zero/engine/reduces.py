@@ -1,0 +1,67 @@
+"""Reduces of one backward: in the order that the ranks agreed on, one of them under way while the backward goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from .unit import Unit
+
+_UNDER_WAY = 1
+"""Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
+
+
+class Reduces:
+    """Units whose gradients are to be reduced, and those whose reduce is under way."""
+
+    def __init__(self) -> None:
+        self._answer: Callable[[], Iterable[Unit]] | None = None
+        self._order: deque[Unit] = deque()
+        self._under_way: deque[Unit] = deque()
+
+    def begin(self, answer: Callable[[], Iterable[Unit]] | None = None) -> None:
+        """A backward begins.
+
+        Args:
+            answer: waits for the other ranks and returns the units in the agreed order. Called when the order is first needed.
+        """
+        self._answer, self._order = answer, deque()
+
+    def agree(self) -> None:
+        """Wait for the agreed order."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._order.extend(answer())
+
+    def advance(self, left: Mapping[int, int]) -> None:
+        """Reduce units in the agreed order, as far as the backward is done with them.
+
+        Args:
+            left: by number of the unit, uses that the backward is not done with.
+        """
+        if self._answer is not None:
+            self.agree()
+        while self._order and not left.get(self._order[0].index):
+            self.start(self._order.popleft())
+
+    def start(self, unit: Unit) -> None:
+        """Start to reduce one unit."""
+        if not unit.trained:
+            return
+        for span in unit.trained:
+            span.bucket.count_fresh()
+        while len(self._under_way) >= _UNDER_WAY:
+            self._under_way.popleft().finish_reduce()
+        unit.reduce()
+        self._under_way.append(unit)
+
+    def finish(self) -> None:
+        """Reduce what is left, and return when nothing is under way."""
+        self.advance({})
+        while self._under_way:
+            self._under_way.popleft().finish_reduce()
+
+    def drop(self) -> None:
+        """A backward raised: forget its reduces."""
+        self.begin()
+        self._under_way.clear()
