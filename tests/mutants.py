@@ -234,9 +234,9 @@ MUTANTS = (
     ),
     Mutant(
         "one rank reduces other units than the others",
-        "engine/schedule.py",
-        "            unit = self._to_reduce.popleft()",
-        "            unit = self._to_reduce.popleft() if self._wire.rank else self._to_reduce.pop()",
+        "engine/reduces.py",
+        "            self.start(self._order.popleft())",
+        "            self.start(self._order.popleft() if self._order[0].context.wire.rank else self._order.pop())",
     ),
     # Writes
     Mutant(
