@@ -1,21 +1,14 @@
-"""What `hf-zero simulate` says of a step's time, beside real steps on this machine.
+"""Compare the step times of `hf-zero simulate` with real steps on this machine.
 
     python benchmarks/simulated.py --output simulated.json
 
-For each model and number of ranks one launch, in whose processes everything takes turns: the plain model's forward and
-backward and its optimizer's step without communication, on all ranks at the same time; the engine's steps of each stage; and,
-before and after, messages of several sizes (`hf_zero.plan.machine`). From all but the engine's steps a machine's file is
-made, as `hf-zero probe` writes it, and `hf-zero simulate --machine FILE` is asked for the engine's. Nothing is fitted to these.
+Each model and number of ranks is one launch, in which these take turns on all ranks: the plain model's passes and its
+optimizer's step without communication; the engine's steps of each stage; before and after, messages of several sizes. All but
+the engine's steps make a machine file for `hf-zero simulate --machine FILE`. Nothing is fitted to the engine's steps.
 
-What overlaps on CPU ranks and what does not: a rank computes in its main thread, while gloo's threads and the kernel copy
-messages on the same processors. With a processor for each rank and no more, a message that moves while ranks compute takes
-from their computing what it takes itself. That is a property of the machine and is measured as such: `overlap`, the share of
-messages that matrix products of all ranks, running beside them, do not feel. It and the rates are the same for every stage.
-
-Rates: `device_bandwidth` is what the plain optimizer's step reads and writes per second; `flops` is chosen so that the plain
-forward and backward, the bytes of what is no matrix product priced with that bandwidth, take what they took. Rates are of all
-ranks at work at once, so that ranks that share memory, or processors, as 4 ranks on 2 cores, have their share. What a
-simulated step leaves out: Python between the operations, fresh memory, ranks that come late. A thread for each rank.
+`device_bandwidth` is what the plain optimizer's step reads and writes per second. `flops` makes the plain passes take their
+measured time. Each rank has one thread. CPU ranks copy messages themselves, so a simulated step is the sum of computation and
+communication. It leaves out Python between operations, fresh memory, and late ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +53,7 @@ def together() -> None:
 
 
 def slowest(seconds: float) -> float:
-    """Of all ranks: they go in step."""
+    """Return the maximum over all ranks."""
     if not dist.is_initialized():
         return seconds
     found = torch.tensor(seconds, dtype=torch.float64)
@@ -69,7 +62,7 @@ def slowest(seconds: float) -> float:
 
 
 class Steps:
-    """A model, whole or as an engine of one stage has it, and its optimizer."""
+    """A plain or sharded model and its optimizer."""
 
     def __init__(self, size: str, stage: int | None, batch: int, sequence: int) -> None:
         self.model = build_model(size, sequence)
@@ -90,7 +83,7 @@ class Steps:
         self.update()
 
     def counted(self) -> dict[str, tuple[int, int]]:
-        """(flops, bytes) of the passes and of the update."""
+        """Return (flops, bytes) of the passes and of the update."""
         found = {}
         for part in (self.passes, self.update):
             with Record() as record:
@@ -119,7 +112,7 @@ def work(rank: int, world: int, port: int, options: dict[str, Any], pipe: Any) -
     order: list[int | None] = [None, *engines]
     for _ in range(options["blocks"]):
         for stage in order:
-            for step in range(1 + options["steps"]):  # the first of a turn finds the caches of the one before
+            for step in range(1 + options["steps"]):  # the first step of a turn has cold caches
                 together()
                 if stage is None:
                     passes = slowest(timed(plain.passes))
@@ -140,8 +133,8 @@ def work(rank: int, world: int, port: int, options: dict[str, Any], pipe: Any) -
 
 
 def launch(world: int, **options: Any) -> dict[str, Any]:
-    """Rank 0's findings; every rank is a process of its own."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # two threads of one rank stand still where another program has one processor
+    """Start one process per rank; return the results of rank 0."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a second thread would wait whenever another program has its processor
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     port = free_port()
@@ -161,7 +154,7 @@ def launch(world: int, **options: Any) -> dict[str, Any]:
 
 
 def machine_of(found: dict[str, Any], world: int) -> Machine:
-    """One rank's share, of what was measured without the engine."""
+    """Return one rank's share of the machine, from the measurements without the engine."""
     flops, bytes_ = found["counted"]["passes"]
     bandwidth = found["counted"]["update"][1] / statistics.median(found["seconds"]["update"])
     products_s = statistics.median(found["seconds"]["passes"]) - bytes_ / bandwidth
@@ -174,14 +167,13 @@ def machine_of(found: dict[str, Any], world: int) -> Machine:
     values = machine.to_dict() | {
         "latency": latency_s / (world - 1),
         "collective": rate,
-        "overlap": statistics.mean(speed["overlap"] for speed in found["wire"]),
         "all_reduce": statistics.mean(speed["all_reduce"] for speed in found["wire"]),
     }
     return Machine.of(values, "measured")
 
 
 def simulated(size: str, stage: int, world: int, given: Machine, batch: int, sequence: int) -> dict[str, Any]:
-    """What the command says."""
+    """Return the output of `hf-zero simulate`."""
     with tempfile.TemporaryDirectory() as folder:
         model = build_model(size, sequence)
         model.config.architectures = [type(model).__name__]
@@ -220,8 +212,7 @@ def main() -> None:
             print(
                 f"{size}, {world} ranks{f' on {cores} cores' if world > cores else ''} ({time.monotonic() - started:.0f} s): "
                 f"{hardware.flops['float32'] / 1e9:.1f} GFLOP/s, {(hardware.device_bandwidth or 0) / 1e9:.2f} GB/s; "
-                f"messages {(hardware.latency or 0) * 1e6:.0f} us, {(hardware.collective or 0) / 1e9:.2f} GB/s, overlap "
-                f"{hardware.overlap or 0:.2f}",
+                f"messages {(hardware.latency or 0) * 1e6:.0f} us, {(hardware.collective or 0) / 1e9:.2f} GB/s",
                 flush=True,
             )
             rows = []

@@ -1,4 +1,4 @@
-"""What the user chooses: a frozen value, checked once. The only file that compares stage numbers."""
+"""The settings of one engine: a frozen value, checked once. No other file compares stage numbers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ DTYPE_ALIASES = {
     for alias in (name, short, f"torch.{name}")
 }
 DTYPES = tuple(dict.fromkeys(DTYPE_ALIASES.values()))
-"""Types of weights, gradients and files that settings name."""
+"""Names of the dtypes that settings accept for weights, gradients and files."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePolicy:
-    """What a stage means to the engine; nothing else asks for the number."""
+    """Tells the engine what a stage does. No other code reads the stage number."""
 
     shard: bool
-    """Each rank owns 1/N of the optimizer state (False: plain data parallel, every rank owns all of it)."""
+    """Each rank owns 1/N of the optimizer state. False: plain data parallel, every rank owns all of it."""
     keep_full: bool
     """Full parameters stay in memory between their uses."""
     reduce_each_backward: bool
-    """Gradients leave for their owners in every backward, also inside `no_sync`; else they add up locally first."""
+    """Every backward reduces gradients to their owners, also inside `no_sync`. False: they accumulate locally first."""
 
 
 # Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054), §5.
@@ -61,24 +61,24 @@ _ELSEWHERE = {
     "zero_quantized_gradients": "wire",
     "zero_quantized_weights": "wire",
 }
-"""What DeepSpeed and FSDP call a setting."""
+"""Names of settings in DeepSpeed and FSDP, with the setting here."""
 _VALUES_ELSEWHERE = {"nvme": "disk", "ssd": "disk", "host": "cpu", "true": "cpu"}
 _VALUES_ELSEWHERE |= dict.fromkeys(("gpu", "cuda", "device", "false"), "none")
 
 
 class UnknownSettingError(ConfigError, TypeError):
-    """A setting that does not exist; a TypeError like every unknown keyword."""
+    """Raised for a setting that does not exist. A TypeError, like every unknown keyword."""
 
 
 T = TypeVar("T", bound=type)
 
 
 def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
-    """Class decorator, above `dataclass`: an unknown keyword raises an error that names the setting which was meant.
+    """Make the constructor of a dataclass suggest the closest setting for an unknown keyword.
 
     Args:
-        prefix: of the fields that are settings: `zero_` for flags.
-        all_names: False: the class has fields of another library, and names that resemble no setting are its own matter.
+        prefix: prefix of the fields that are settings: `zero_` for flags.
+        all_names: refuse every unknown name. False: leave names that resemble no setting to the class.
     """
 
     def decorate(cls: T) -> T:
@@ -113,10 +113,10 @@ def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse a value outside `choices`; with the one that DeepSpeed's or Python's word for it means.
+    """Raise for a value outside `choices`; suggest the choice that DeepSpeed's or Python's word means.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: `value` is not one of `choices`.
     """
     if isinstance(value, str) and value in choices:
         return
@@ -127,7 +127,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def parse_bytes(size: int | str, name: str = "a size") -> int:
-    """`50GB`, `5GiB`, `1048576`.
+    """Return the bytes that `50GB`, `5GiB` or `1048576` stands for.
 
     Raises:
         ConfigError: not a size, or not a positive one.
@@ -161,7 +161,7 @@ def _memory_bytes(name: str, given: int | str) -> int:
 
 
 def size_text(nbytes: float, *, up: bool = False) -> str:
-    """`1.50 GiB`; `200 B`. `up`: never less than it is, and `parse_bytes` of the text neither."""
+    """Return `1.50 GiB` or `200 B`. `up`: round up, so that `parse_bytes` of the text is never less than `nbytes`."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             hundredths = -(-100 * nbytes // size) if up else round(100 * nbytes / size)
@@ -170,7 +170,7 @@ def size_text(nbytes: float, *, up: bool = False) -> str:
 
 
 def _patterns(name: str, given: object, what: str, one: str, two: str) -> tuple[str, ...]:
-    """Patterns, in a sequence or with commas between; `one` and `two` are examples."""
+    """Return patterns given as a sequence or separated by commas; `one` and `two` are examples for the message."""
     words = given.split(",") if isinstance(given, str) else given
     if given is None or not isinstance(words, (tuple, list)) or not all(isinstance(word, str) for word in words):
         raise ConfigError(
@@ -184,56 +184,60 @@ def _patterns(name: str, given: object, what: str, one: str, two: str) -> tuple[
 class ZeroConfig:
     """Settings of one engine. Flags and plugins take defaults and metadata from here.
 
-    Metadata are keywords of `ArgumentParser.add_argument`: `HfArgumentParser` passes on all that it finds.
+    `HfArgumentParser` passes metadata to `ArgumentParser.add_argument`, so they hold its keywords only.
 
     Raises:
-        ConfigError: a value outside its set; the message names the field and the values allowed.
+        ConfigError: a value is not allowed. The message names the field and the allowed values.
+
+    Example:
+        >>> zero.ZeroConfig(stage=3, offload_optimizer="cpu")
     """
 
     stage: int = field(
         default=2,
         metadata={
-            "help": "0: plain data parallel, for comparison. 1: each rank keeps its part of the optimizer state. "
-            "2: and of the gradients. 3: and of the parameters."
+            "help": "0: plain data parallel, for comparison. 1: shard the optimizer state. 2: and the gradients. "
+            "3: and the parameters."
         },
     )
     reduce_dtype: str | None = field(
         default=None,
-        metadata={"help": "Type in which gradients travel and are summed: float32 (default), bfloat16 or float16."},
+        metadata={"help": "Dtype in which gradients are sent and summed: float32 (default), bfloat16 or float16."},
     )
     full_precision: str | tuple[str, ...] = field(  # a tuple once it is checked
         default="",
         metadata={
-            "help": "With bf16 or fp16: weights that stay in float32, by names or patterns with commas between, such as "
-            "'*.gate.*,*.router.*': those that the model itself uses in float32."
+            "help": "With bf16 or fp16: parameters that stay in float32, as names or patterns separated by commas, such as "
+            "'*.gate.*,*.router.*'. Name those that the model itself uses in float32."
         },
     )
     units: str | tuple[str, ...] = field(  # a tuple once it is checked
         default="",
         metadata={
-            "help": "Modules that are gathered and released as one, by names, class names or patterns with commas between, "
-            "such as '*.experts,MoeBlock': those in which ranks run different parts at stage 3. The others are found."
+            "help": "Modules to gather and release as one unit: names, class names or patterns separated by commas, such as "
+            "'*.experts,MoeBlock'. Needed where ranks run different parts of a module at stage 3; other units are found."
         },
     )
     async_save: bool = field(
         default=False,
         metadata={
-            "help": "Copy a checkpoint to host memory (what this rank writes of it), go on training, and write behind. The "
-            "next save and the end of training wait for it; callbacks' on_save runs before the folder is there."
+            "help": "Copy what this rank saves to host memory, continue training, and write in the background. The next save "
+            "and the end of training wait for it. Callbacks' on_save runs before the folder exists."
         },
     )
     offload_optimizer: str = field(
         default="none",
         metadata={
-            "help": "Where fp32 masters, gradients and optimizer state rest: none (on the device), cpu, disk, or auto (what "
-            "fits and is fastest).",
+            "help": "Where fp32 masters, gradients and optimizer state are stored: none (on the device), cpu, disk, or auto "
+            "(the fastest placement that fits).",
             "choices": OFFLOADS,
         },
     )
     offload_params: str = field(
         default="none",
         metadata={
-            "help": "Where parameters rest between uses (stage 3, or one rank): none (on the device), cpu, disk, or auto.",
+            "help": "Where parameters are stored between uses: none (on the device), cpu, disk or auto. All but none need "
+            "stage 3 or one rank.",
             "choices": OFFLOADS,
         },
     )
@@ -251,7 +255,7 @@ class ZeroConfig:
         default=None,
         metadata={
             "help": "Stage 3: device memory per rank, such as 4GiB, for units that stay gathered from forward to backward. "
-            "They are gathered once a pass instead of twice. Default: none stay."
+            "They are gathered once per pass instead of twice. Default: no unit stays."
         },
     )
     host_memory: int | str | None = field(
@@ -261,8 +265,8 @@ class ZeroConfig:
     replicas: int = field(
         default=1,
         metadata={
-            "help": "Copies of what the stage shards, each over its own group of neighbouring ranks (hybrid sharding): gathers "
-            "stay within a group, reduced gradients are summed across groups. 1: all ranks are one group."
+            "help": "Hybrid sharding: number of groups of neighbouring ranks, each with a full copy of the sharded state. "
+            "Gathers stay within a group; reduced gradients are summed across groups. 1: all ranks are one group."
         },
     )
     sp_size: int = field(
@@ -275,30 +279,30 @@ class ZeroConfig:
     wire: str = field(
         default="none",
         metadata={
-            "help": "Format in which gradients and trained matrices travel: none (their types), or blocks of int8 or "
-            "fp8 (e4m3) codes with a scale each, a quarter of float32's bytes; sums and masters stay float32.",
+            "help": "Format in which gradients and trained matrices are sent: none (their dtypes), or blocks of int8, fp8 "
+            "(e4m3) or int4 codes with one scale each: 1/4 or 1/8 of float32's bytes. Sums and masters stay float32.",
             "choices": WIRES,
         },
     )
     step_in_backward: bool = field(
         default=False,
         metadata={
-            "help": "Update offloaded units during backward, as their gradients come; needs --max_grad_norm 0 and no fp16."
+            "help": "Update offloaded units during the backward, when their gradients arrive. Needs --max_grad_norm 0; no fp16."
         },
     )
 
     stall_s: float = field(
         default=30.0,
         metadata={
-            "help": "Seconds after which ranks that wait for each other, and make no progress, have diverged: "
-            "every rank raises StallError then. 0: wait as long as the process group does."
+            "help": "Seconds after which every rank raises StallError if ranks wait for each other without progress. "
+            "0: wait as long as the process group does."
         },
     )
     debug: bool = field(
         default=False,
         metadata={
-            "help": "Check numbers, at the cost of time: values that ranks must have alike are compared, and the first value "
-            "that is not finite is reported with unit, rank and step. Results stay the same to the bit."
+            "help": "Check numbers, at the cost of time: compare values that must be equal on all ranks, and report the first "
+            "value that is not finite with unit, rank and step. Results stay equal to the bit."
         },
     )
 
@@ -354,7 +358,7 @@ class ZeroConfig:
             object.__setattr__(self, "reduce_dtype", dtype)
 
     def get_device_mesh(self, *_: Any) -> None:
-        """Refuse to be an Accelerator's `parallelism_config`, which this method of accelerate's class is asked of.
+        """Refuse to be an Accelerator's `parallelism_config`; accelerate calls this method of it.
 
         Raises:
             ConfigError: always.
@@ -369,26 +373,28 @@ class ZeroConfig:
         return STAGES[self.stage]
 
     def policy_for(self, world_size: int) -> StagePolicy:
-        """Alone there is nothing to shard, but parameters that rest elsewhere come and go as in stage 3."""
+        """Return the policy on `world_size` ranks. One rank with offloaded parameters gathers and releases them as stage 3."""
         return STAGES[3] if world_size == 1 and self.offload_params != "none" else self.policy
 
     @property
     def offloads(self) -> bool:
-        """Whether anything may rest elsewhere than on the device."""
+        """True if any state may be stored outside device memory."""
         return (self.offload_optimizer, self.offload_params) != ("none", "none")
 
     @property
     def is_auto(self) -> bool:
-        """Whether the plan chooses a tier."""
+        """True if the plan chooses a tier."""
         return "auto" in (self.offload_optimizer, self.offload_params)
 
     def shards(self, world_size: int) -> int:
-        """Ranks over which a copy of the sharded state is cut."""
+        """Return the number of ranks over which one replica of the state is partitioned."""
         return world_size // self.replicas if self.policy.shard else 1
 
     def check_world_size(self, world_size: int) -> None:
-        """Raises:
-        ConfigError: an offload that this stage does not allow on that many ranks, or groups of ranks that do not divide them.
+        """Check the settings that depend on the number of ranks.
+
+        Raises:
+            ConfigError: the stage does not allow the offload, or `replicas` does not divide `world_size`.
         """
         for name in ("replicas", "sp_size"):
             if world_size % getattr(self, name):
@@ -415,6 +421,6 @@ class ZeroConfig:
 
 
 def setting(name: str, **said: Any) -> Any:
-    """A dataclass field as `ZeroConfig` has it, but for what is `said`; its class says name and type, for type checkers."""
+    """Return a dataclass field with the default and metadata of `ZeroConfig`'s field; `said` overrides them."""
     origin = ZeroConfig.__dataclass_fields__[name]
     return field(default=said.pop("default", origin.default), metadata={**origin.metadata, **said})

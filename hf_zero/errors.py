@@ -1,4 +1,4 @@
-"""The closed set of exceptions. A message says what was expected, what was found, where, and what to do."""
+"""The closed set of exceptions. A message says what happened, the value found, and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class ZeroError(Exception):
-    """Base of every exception that hf_zero raises on purpose."""
+    """Base class of all exceptions of hf_zero."""
 
 
 class ConfigError(ZeroError, ValueError):
@@ -15,11 +15,11 @@ class ConfigError(ZeroError, ValueError):
 
 
 class LayoutError(ZeroError, ValueError):
-    """A model that cannot be cut into spans, or that no longer fits the spans it was cut into."""
+    """A model that cannot be partitioned into spans, or that no longer matches its spans."""
 
 
 class StateError(ZeroError, RuntimeError):
-    """A verb used in a state that does not allow it, or a released parameter that was written to."""
+    """A call in a state that does not allow it, or a write to a released parameter."""
 
 
 class RankMismatchError(ZeroError, RuntimeError):
@@ -31,11 +31,11 @@ class NumericsError(ZeroError, ArithmeticError):
 
 
 class StallError(ZeroError, RuntimeError):
-    """Ranks that wait for each other and will not meet, or for one that has ended. Raised on every rank that lives."""
+    """Ranks that wait for each other without progress, or for a rank that has ended. Raised on every live rank."""
 
 
 class UnsupportedOptimizerError(ZeroError, TypeError):
-    """An optimizer that needs whole tensors, where each rank holds only flat slices of them."""
+    """An optimizer that needs full tensors or communicates by itself, where each rank holds flat slices."""
 
 
 class CheckpointError(ZeroError, RuntimeError):
@@ -43,16 +43,16 @@ class CheckpointError(ZeroError, RuntimeError):
 
 
 class TierError(ZeroError, RuntimeError):
-    """Bytes that could not be moved: a disk that is full, fails, or was cut short."""
+    """A read or write of a tier that failed: the disk is full, fails, or its file was truncated."""
 
 
 class OutOfMemoryError(ZeroError, MemoryError):
-    """Memory that the engine could not have. Says what was needed and which setting would have fit."""
+    """A failed allocation. The message says what was needed and which settings need less."""
 
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Around imports of what only an extra of this package installs.
+    """Guard imports of packages that only an extra of this package installs.
 
     Raises:
         ConfigError: a package is missing; the message says what to install.

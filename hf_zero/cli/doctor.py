@@ -244,8 +244,6 @@ def _measured(found: Machine) -> Iterator[list[tuple[str, str]]]:
     messages = []
     if found.latency is not None:
         messages.append(("collectives, before the first byte", f"{found.latency * 1e6:.0f} µs"))
-    if found.overlap is not None:
-        messages.append(("collectives, hidden behind work", f"{found.overlap:.0%}"))
     yield messages
     products = []
     for dtype, rate in found.flops.items():

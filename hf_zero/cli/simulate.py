@@ -1,6 +1,4 @@
-"""`hf-zero simulate`: one rank's real engine steps alone in this process, over tensors without values; its collectives and
-their time.
-"""
+"""`hf-zero simulate`: run the real engine of one rank over tensors without values, and count and time its collectives."""
 
 from __future__ import annotations
 
@@ -26,23 +24,22 @@ from ..params.engine import Engine
 from ..params.shard import shard
 from ..plan.configs import CONFIGS
 from ..plan.machine import Machine
-from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Processor, StepTime, Waited, replay
+from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Processor, StepTime, step_time
 from ..tiers.tier import Tier
 from .commands import SimulateOptions, print_json
 from .files import writable
 from .show import table
 
 WARM_UP_STEPS = 3
-"""The order of use is known by then."""
+"""Steps after which the engine knows the order of use."""
 
 
 class Record(TorchDispatchMode):
-    """Collectives, waits and work in the order in which they come. As a context it also counts the work."""
+    """Collectives and work, in order. Entered as a context it also counts the work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._numbers = 0  # they go on when events are forgotten, for what is under way
 
     @property
     def operations(self) -> list[Operation]:
@@ -50,13 +47,8 @@ class Record(TorchDispatchMode):
 
     def issued(
         self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int, is_all_reduce: bool
-    ) -> int:
-        self.events.append(Operation(self._numbers, kind, bytes_, unit, phase, ranks, stride, is_all_reduce))
-        self._numbers += 1
-        return self._numbers - 1
-
-    def waited(self, number: int) -> None:
-        self.events.append(Waited(number))
+    ) -> None:
+        self.events.append(Operation(kind, bytes_, unit, phase, ranks, stride, is_all_reduce))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -69,32 +61,33 @@ class Record(TorchDispatchMode):
 
 
 _FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift")
-"""How operations begin that move nothing, though nothing in their schema says so."""
+"""Prefixes of operations that move no bytes, which their schema does not tell."""
 _ROWS = ("embedding", "index", "index_select", "gather")
-"""Those that read as much of their first tensor as they give."""
+"""Operations that read as many bytes of their first tensor as they return."""
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """What an operation that is no matrix product reads and writes: each tensor that it is given and each that it makes
-    once, what it writes in place once more; nothing for a view.
+    """Return the bytes that an operation other than a matrix product reads and writes.
+
+    Each argument and each result counts once, an argument that is written in place twice, and a view nothing.
     """
     name = func._schema.name.removeprefix("aten::")
     schema = func._schema.arguments
-    # The fused optimizers may write gradients, and do so only where a scaler's factor is taken out of them.
+    # The schema of fused optimizers says that gradients are written; they are only with a gradient scaler.
     places = [argument.alias_info if argument.name != "grads" else None for argument in schema]
     if name.startswith(_FREE) or any(place is not None and not place.is_write for place in places):
         return 0
     made = _nbytes(tree_flatten(out)[0])
     if name in _ROWS:
         return 2 * made
-    if any(place is not None for place in places):  # returned is what was written
+    if any(place is not None for place in places):  # the result is what was written
         given = [kwargs.get(argument.name, args[at] if at < len(args) else None) for at, argument in enumerate(schema)]
         made = _nbytes(tree_flatten([value for value, place in zip(given, places) if place is not None])[0])
     return made + _nbytes(tree_flatten((args, kwargs))[0])
 
 
 def _nbytes(leaves: Iterable[Any]) -> int:
-    """Of tensors; what is expanded lies in memory once."""
+    """Return the bytes of all tensors; expanded ones count as stored."""
     return sum(
         min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
         for leaf in leaves
@@ -111,7 +104,7 @@ def recorded_step(
     *,
     collectives: bool = False,
 ) -> tuple[Record, Engine]:
-    """One steady step of fused AdamW without clipping, over the process group that is open. A collective, like its steps.
+    """Record one steady step of fused AdamW without clipping, over the open process group. A collective.
 
     Args:
         collectives: see `recorded_wire`.
@@ -140,7 +133,7 @@ def _step(
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step on some ranks."""
+    """A recorded step on a number of ranks, and its time."""
 
     network: Network
     processor: Processor
@@ -155,7 +148,7 @@ class Simulated:
 
     @property
     def moved_bytes(self) -> int:
-        """By all that is no matrix product."""
+        """Bytes that operations other than matrix products read and write."""
         return sum(event.bytes for event in self.record.events if isinstance(event, Computed))
 
     @property
@@ -185,7 +178,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's processor and what is between the ranks of a machine; `collectives`: as NCCL's, else gloo's messages."""
+    """One rank's processor and the link within a machine; `collectives`: NCCL's wire, else gloo's messages."""
 
     processor: Processor
     near: Link
@@ -196,7 +189,7 @@ NOMINAL_FLOPS = 400e12
 
 
 def _hardware(options: SimulateOptions) -> Hardware:
-    """Nominal, or of a machine's file.
+    """Return nominal hardware, or that of a machine file.
 
     Raises:
         ConfigError: the file lacks a speed that is needed.
@@ -217,15 +210,12 @@ def _hardware(options: SimulateOptions) -> Hardware:
             f"{options.machine} has no {', '.join(lacking)}: measured by `torchrun --nproc-per-node RANKS -m hf_zero probe "
             f"--output {options.machine}`"
         )
-    overlap = 1.0 if machine.overlap is None else machine.overlap
-    # A bandwidth of 0 is one that nobody knows, too.
-    return Hardware(
-        Processor(flops, machine.device_bandwidth or None, overlap), near, collectives=not machine.shares_memory
-    )
+    processor = Processor(flops, machine.device_bandwidth or None, sends=machine.shares_memory)  # 0: not known
+    return Hardware(processor, near, collectives=not machine.shares_memory)
 
 
 def run(options: SimulateOptions) -> None:
-    """Prints what was recorded and what it takes."""
+    """Print the collectives of a step and its time, or how it scales."""
     for name in ("world_size", "nodes", "accumulation", "batch", "sequence", "flops", "zero_replicas"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, found {getattr(options, name)}")
@@ -264,17 +254,17 @@ def run(options: SimulateOptions) -> None:
         ("kind", "collectives", "bytes sent by a rank"),
         [(kind, f"{n['collectives']:,}", f"{n['bytes_sent']:,}") for kind, n in found.by_kind.items()],
         caption=(
-            f"step {taken.total_s * 1e3:.3f} ms: computing {taken.compute_s * 1e3:.3f}, communication "
-            f"{taken.communication_s * 1e3:.3f}, of which not hidden {taken.exposed_s * 1e3:.3f}; "
+            f"step {'' if hardware.processor.sends else 'at least '}{taken.total_s * 1e3:.3f} ms: computation "
+            f"{taken.compute_s * 1e3:.3f}, communication {taken.communication_s * 1e3:.3f}; "
             f"planned peak {found.peak_bytes:,} bytes"
         ),
     )
 
 
 def _points(options: SimulateOptions) -> Iterator[tuple[int, int, int]]:
-    """(ranks, nodes, batch of a rank): powers of two up to `world_size`, with as many ranks on a machine as given.
+    """Yield (ranks, nodes, rows per rank) for powers of two up to `world_size`, with a fixed number of ranks per machine.
 
-    Weak: every rank has `batch` rows. Strong: `batch` rows of `world_size` ranks are shared by those there are.
+    Weak: every rank has `batch` rows. Strong: the ranks share the rows of all `world_size` ranks.
     """
     each = options.world_size // options.nodes
     rows = options.batch * options.world_size
@@ -287,14 +277,14 @@ def _points(options: SimulateOptions) -> Iterator[tuple[int, int, int]]:
 def _simulated(
     empty: Any, options: SimulateOptions, config: ZeroConfig, hardware: Hardware, ranks: int, nodes: int, batch: int
 ) -> Simulated:
-    """The real engine, rank 0 of `ranks`, over tensors without values."""
+    """Run the real engine as rank 0 of `ranks`, over tensors without values."""
     if batch * options.sequence > _MOST_TOKENS:
         raise ConfigError(
             f"--batch {batch:,} of --sequence {options.sequence:,} tokens is more than {_MOST_TOKENS:,} tokens, which one "
             "process here would have to hold: choose less"
         )
     ids = torch.zeros(batch, options.sequence, dtype=torch.long, device="cpu")
-    # NaN in what nobody filled is none.
+    # Uninitialized memory may hold NaN: anomaly detection would raise.
     with _within_memory(), absent_ranks(ranks), Valueless(), torch.autograd.set_detect_anomaly(False):
         model = type(empty)(empty.config).train()
         record, engine = recorded_step(
@@ -307,14 +297,16 @@ def _simulated(
         )
         peak_bytes = predicted(engine, options.accumulation)[0].at_peak(Tier.DEVICE)
     network = Network(ranks, nodes, hardware.near, LINKS[options.network], options.adapters)
-    taken = replay(record.events, network.time_s, hardware.processor)
+    taken = step_time(record.events, network.time_s, hardware.processor)
     return Simulated(network, hardware.processor, batch, record, taken, peak_bytes)
 
 
 @contextmanager
 def _within_memory() -> Iterator[None]:
-    """Raises:
-    ConfigError: address space for the tensors without values is missing.
+    """Convert a failed allocation of tensors without values.
+
+    Raises:
+        ConfigError: address space is missing.
     """
     try:
         yield
@@ -327,7 +319,7 @@ def _within_memory() -> Iterator[None]:
 
 
 def _efficiency(rows: Sequence[Simulated], weak: bool) -> list[float]:
-    """Of the first row's rate per rank, what is left of it."""
+    """Return each row's rate per rank as a share of the first row's."""
     first = rows[0]
     per_row = first.taken.total_s / (1 if weak else first.batch)
     return [per_row * (1 if weak else each.batch) / each.taken.total_s for each in rows]
@@ -338,8 +330,8 @@ _SCALING: dict[str, Callable[[Simulated], str]] = {
     "nodes": lambda each: f"{each.network.nodes:,}",
     "rows of a rank": lambda each: f"{each.batch:,}",
     "step, ms": lambda each: f"{each.taken.total_s * 1e3:,.3f}",
-    "computing": lambda each: f"{each.taken.compute_s * 1e3:,.3f}",
-    "not hidden": lambda each: f"{each.taken.exposed_s * 1e3:,.3f}",
+    "computation": lambda each: f"{each.taken.compute_s * 1e3:,.3f}",
+    "communication": lambda each: f"{each.taken.communication_s * 1e3:,.3f}",
     "GB sent": lambda each: f"{sum(kind['bytes_sent'] for kind in each.by_kind.values()) / 1e9:,.3f}",
     "GB planned": lambda each: f"{each.peak_bytes / 1e9:,.3f}",
 }
@@ -358,7 +350,7 @@ def _show_scaling(rows: Sequence[Simulated], options: SimulateOptions) -> None:
 
 
 def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None:
-    """The step's time and what of it is computing, over ranks; efficiency on the right."""
+    """Draw step time and computation over ranks, with efficiency on the right axis."""
     with needs("plot"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import PercentFormatter
@@ -367,7 +359,7 @@ def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None
     axes = figure.add_subplot()
     ranks = [each.network.ranks for each in rows]
     axes.plot(ranks, [each.taken.total_s * 1e3 for each in rows], "-", marker="o", markersize=3, label="step")
-    axes.plot(ranks, [each.taken.compute_s * 1e3 for each in rows], "--", marker="o", markersize=3, label="computing")
+    axes.plot(ranks, [each.taken.compute_s * 1e3 for each in rows], "--", marker="o", markersize=3, label="computation")
     axes.set(xlabel="ranks", ylabel="ms")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -382,10 +374,10 @@ def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None
 
 
 def _empty(name: str) -> Any:
-    """On the meta device.
+    """Return the model on the meta device.
 
     Raises:
-        ConfigError: no such model; it takes no text.
+        ConfigError: no such model, an adapter, or a model whose input is not text.
     """
     from ..huggingface.models import empty_model
     from .models import adapter_base, check_counts
@@ -414,13 +406,11 @@ _META = torch.device("meta")
 
 
 class Valueless(TorchDispatchMode):
-    """While it is entered, floating-point tensors of `large_numel` elements or more are neither computed nor written.
+    """Inside this context floating-point tensors of `large_numel` elements or more are neither computed nor written.
 
-    Operations on them give memory of the right shape that nobody has filled. What is never written or read takes no pages, so
-    models far larger than this machine go through the real engine. Small tensors and integers are computed as ever: control
-    flow rests on those. Collectives of large tensors move nothing.
-
-    What is computed from them and is smaller is zero, and so are truth values.
+    Operations on them return uninitialized memory of the right shape. Memory that is never touched takes no pages, so models
+    far larger than this machine run through the real engine. Small tensors and integers are computed, because control flow
+    depends on them. Smaller results of large tensors are zero. Collectives of large tensors move nothing.
     """
 
     def __init__(self, large_numel: int = LARGE_NUMEL) -> None:
@@ -430,7 +420,7 @@ class Valueless(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            # Over ranks that are not there some copy what this one sends to where others' is due.
+            # The fake backend copies this rank's input into other ranks' output for some collectives.
             if self._any_large(tree_flatten((args, kwargs))[0]):
                 args, kwargs = tree_map(_nothing, args), tree_map(_nothing, kwargs)
             return func(*args, **kwargs)
@@ -453,7 +443,7 @@ class Valueless(TorchDispatchMode):
         device = {"device": _META} if is_factory else {}
         try:
             shapes = func(*tree_map(_on_meta, args), **{**tree_map(_on_meta, kwargs), **device})
-        except (NotImplementedError, RuntimeError):  # what has no shape without values
+        except (NotImplementedError, RuntimeError):  # the shape depends on values
             return func(*args, **kwargs)
         leaves = tree_flatten(((args, kwargs), shapes))[0]
         if not self._any_large(leaves) or kwargs.get("device") not in (None, torch.device("cpu"), "cpu"):

@@ -1,4 +1,4 @@
-"""What one rank may use of a machine: bytes per tier, and how fast bytes and numbers move. Given, looked up, or measured."""
+"""Memory of one rank by tier, and its speeds: given in a file, read from the system, or measured."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from ..tiers.host import Link
 from ..tiers.tier import Meter
 
 MARGIN = 0.1
-"""Share of free memory that a plan leaves alone when no budget is given: allocators, libraries, other programs."""
+"""Share of free memory that a plan leaves to allocators, libraries and other programs if no budget is given."""
 DISK_MARGIN = 0.05
 
 _MOST_BYTES = 1 << 20
-"""Of a machine's file."""
+"""Largest machine file."""
 _REPEATS = 3
 _LEAST_GEMM, _GEMM_S = 256, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeSizes:
-    """How much a probe moves in one turn.
+    """Sizes of one turn of a probe.
 
     Attributes:
-        copy_bytes: over the link, or within host memory.
-        disk_bytes: to the disk and back, in requests of `request_bytes`.
-        step_numel: elements of one step of the optimizer.
+        copy_bytes: copied over the link, or within host memory.
+        disk_bytes: written to the disk and read back, in requests of `request_bytes`.
+        step_numel: elements of one optimizer step.
         most_gemm: rows and columns of the largest matrix product.
     """
 
@@ -57,17 +57,17 @@ class ProbeSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One rank's share. Bytes, bytes per second, floating-point operations per second; None: not known.
+    """One rank's share of a machine: bytes, bytes per second, floating-point operations per second. None: not known.
 
-    A tier of unknown size is taken as large enough; a part of the step of unknown speed leaves its time unpredicted.
+    A tier of unknown size counts as large enough. A step with a part of unknown speed has no predicted time.
     """
 
     device_memory: int | None = None
-    """Bytes that training may take on the device."""
+    """Bytes of device memory that training may use."""
     host_memory: int | None = None
-    """Bytes that it may take of host memory."""
+    """Bytes of host memory that training may use."""
     disk_free: int | None = None
-    """Bytes that it may take in `offload_dir`."""
+    """Bytes in `offload_dir` that training may use."""
     shares_memory: bool = False
     """The device is a CPU: both tiers are the same memory."""
     device_bandwidth: float | None = None
@@ -83,26 +83,24 @@ class Machine:
     all_reduce: float | None = None
     """Bytes per second that a rank sends in all-reduces (stage 0, gradients across replicas); None: as `collective`."""
     latency: float | None = None
-    """Seconds of one hop of these, before its first byte."""
-    overlap: float | None = None
-    """Share of these, 0 to 1, that work going on at the same time does not feel: 0 where processors that compute copy them."""
+    """Seconds of one hop of a collective, before its first byte."""
     flops: Mapping[str, float] = field(default_factory=dict)
-    """Floating-point operations per second of a matrix product, by the bare name of its dtype."""
+    """Floating-point operations per second of a matrix product, by dtype name."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def with_speeds_of(self, other: Machine) -> Machine:
-        """These bytes, and the speeds that `other` knows."""
+        """Return a machine with these bytes and the speeds of `other`."""
         bytes_ = ("device_memory", "host_memory", "disk_free", "shares_memory")
         return replace(other, **{name: getattr(self, name) for name in bytes_})
 
     @staticmethod
     def of(values: Mapping[str, Any], source: str) -> Machine:
-        """From `to_dict`'s values, or some of them; `source` is for messages.
+        """Build a machine from some or all values of `to_dict`; `source` names them in messages.
 
         Raises:
-            ConfigError: a name that is not a field, or a value that is not a number.
+            ConfigError: a name is not a field, or a value is not a number.
         """
         names = {entry.name for entry in fields(Machine)}
         unknown = sorted(set(values) - names)
@@ -115,35 +113,35 @@ class Machine:
             for entry in entries:
                 if entry is not None and (not isinstance(entry, (int, float)) or not 0 <= entry < float("inf")):
                     raise ConfigError(f"{source}: {name} must be a number that is not negative, found {entry!r}")
-        if (values.get("overlap") or 0) > 1:
-            raise ConfigError(f"{source}: overlap must be a share, 0 to 1, found {values['overlap']!r}")
         return Machine(**values)
 
     @staticmethod
     def load(path: str | Path) -> Machine:
-        """Raises:
-        ConfigError: no readable JSON object of a machine.
+        """Read a machine file.
+
+        Raises:
+            ConfigError: the file is not a readable JSON object of a machine.
         """
         try:
             values = parse_json(read_bounded(path, _MOST_BYTES))
         except (OSError, ValueError, CheckpointError) as error:
-            raise ConfigError(f"{path} is no machine file: {error}; hf-zero probe --json writes one") from error
+            raise ConfigError(f"{path} is not a machine file: {error}; hf-zero probe --output writes one") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
         return Machine.of(values, str(path))
 
     def keep(self, path: Path) -> None:
-        """Into a file, at once or not at all. A probe of one rank does not forget what several measured."""
+        """Write a machine file, atomically. Speeds of collectives stay if this probe, of one rank, has none."""
         values = self.to_dict()
         if self.collective is None and path.exists():
             before = Machine.load(path).to_dict()
-            values |= {name: before[name] for name in ("collective", "all_reduce", "latency", "overlap")}
+            values |= {name: before[name] for name in ("collective", "all_reduce", "latency")}
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
     @staticmethod
     def least(machines: Iterable[Machine]) -> Machine:
-        """What all of them have: a plan is the same on every rank."""
+        """Return what all machines have, so that a plan is the same on every rank."""
         every = list(machines)
 
         def lowest(name: str) -> Any:
@@ -161,7 +159,7 @@ class Machine:
 
 
 def kept(cache: Path) -> Path:
-    """The file in the folder `cache` that holds what was measured on this host."""
+    """Return the file in folder `cache` that holds the measurements of this host."""
     return cache / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json"
 
 
@@ -169,10 +167,10 @@ def kept(cache: Path) -> Path:
 
 
 def here(device: torch.device, *, ranks: int = 1, offload_dir: str | None = None, held_bytes: int = 0) -> Machine:
-    """What is free now, less a margin, shared by the `ranks` of this host.
+    """Return the free memory of this host, less a margin, divided by its `ranks`.
 
     Args:
-        held_bytes: device memory that is taken now and that the plan counts itself, such as the model's.
+        held_bytes: device memory in use that the plan itself counts, such as the model's.
     """
     disk = int(free_disk_bytes(offload_dir) * (1 - DISK_MARGIN)) // ranks
     host = int(free_host_bytes(ranks) * (1 - MARGIN))
@@ -184,13 +182,13 @@ def here(device: torch.device, *, ranks: int = 1, offload_dir: str | None = None
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Of a CUDA device: what is free, and what torch's allocator keeps without using it."""
+    """Return the bytes of a CUDA device that are free, or that torch's allocator keeps unused."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def free_disk_bytes(folder: str | None) -> int:
-    """Where `folder` is, or will be; None: the temporary folder."""
+    """Return the free bytes of the disk of `folder`, which may not exist yet. None: the temporary folder."""
     path = Path(folder or tempfile.gettempdir())
     while not path.exists():
         path = path.parent
@@ -198,8 +196,8 @@ def free_disk_bytes(folder: str | None) -> int:
 
 
 def free_host_bytes(ranks: int = 1) -> int:
-    """The least of: this rank's share of what the system and its control group have, and this process' own limits."""
-    import psutil  # here: not every process that imports hf_zero asks
+    """Return the least of this rank's share of the system's and the control group's memory, and this process's limits."""
+    import psutil  # a slow import that few processes need
 
     limits = [min(psutil.virtual_memory().available, group_bytes()) // ranks]
     process = psutil.Process()
@@ -213,7 +211,7 @@ def free_host_bytes(ranks: int = 1) -> int:
 
 
 def group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """What the process' control group (version 2, or 1) and those above it may still take; page cache can be given back."""
+    """Return the bytes that the control group (version 2 or 1) may still allocate; page cache counts as free."""
     least = 1 << 62
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
     for line in lines:
@@ -226,7 +224,7 @@ def group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/p
             continue
         group = base / path.lstrip("/")
         for place in (group, *(above for above in group.parents if above.is_relative_to(base))):
-            with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit ("max")
+            with contextlib.suppress(OSError, ValueError):  # the group does not exist, or has no limit ("max")
                 free = int((place / names[0]).read_text()) - int((place / names[1]).read_text())
                 stats = dict(entry.split() for entry in (place / "memory.stat").read_text().splitlines())
                 least = min(least, max(0, free + int(stats.get(names[2], 0))))
@@ -244,10 +242,10 @@ def probe(
     offload_dir: str | None = None,
     sizes: ProbeSizes = ProbeSizes(),  # noqa: B008  (frozen)
 ) -> Machine:
-    """Measure this machine, all ranks at the same time; some seconds. On several ranks a collective.
+    """Measure this machine on all ranks at the same time, in some seconds. On several ranks a collective.
 
-    Every figure is the best of a few turns. The disk's file is in `offload_dir` and gone afterwards; the disk is the last
-    thing that is measured, and goes around the page cache where the file system lets it.
+    Every speed is the best of a few turns. The disk is measured last, with O_DIRECT where the file system allows it, on a
+    temporary file in `offload_dir`.
 
     Raises:
         ConfigError, TierError: the folder cannot be used.
@@ -266,7 +264,6 @@ def probe(
         collective=None if speed is None else speed.bandwidth,
         all_reduce=None if speed is None else speed.all_reduce,
         latency=None if speed is None else speed.latency_s,
-        overlap=None if speed is None else speed.overlap,
         flops={name: _gemm_flops(device, getattr(torch, name), sizes) for name in ("float32", "bfloat16", "float16")},
     )
     read, write = _disk_bandwidth(offload_dir, wire, sizes)
@@ -275,19 +272,19 @@ def probe(
 
 
 def busy_share() -> float:
-    """Part of this machine's processors, 0 to 1, that are in use, this process (which only waits meanwhile) left out."""
+    """Return the share of this machine's processors, 0 to 1, that other processes use."""
     import psutil
 
     return float(psutil.cpu_percent(interval=0.2)) / 100
 
 
 def host_name() -> str:
-    """The key of measurements: they hold for one machine."""
+    """Return the host name, the key of measurements."""
     return platform.node() or "unknown"
 
 
 def _best_s(device: torch.device, action: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Seconds of the fastest turn, after one that does not count."""
+    """Return the seconds of the fastest turn, after one warm-up."""
     best = float("inf")
     for turn in range(repeats + 1):
         finish(device)
@@ -300,7 +297,7 @@ def _best_s(device: torch.device, action: Callable[[], object], repeats: int = _
 
 
 def _optimizer_bandwidth(device: torch.device, sizes: ProbeSizes) -> float:
-    """A fused AdamW step reads master, gradient and two moments and writes all but the gradient: 28 bytes per element."""
+    """Time a fused AdamW step: it reads master, gradient and two moments, and writes all but the gradient (28 bytes each)."""
     param = torch.nn.Parameter(torch.ones(sizes.step_numel, device=device))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
@@ -308,7 +305,7 @@ def _optimizer_bandwidth(device: torch.device, sizes: ProbeSizes) -> float:
 
 
 def _gemm_flops(device: torch.device, dtype: torch.dtype, sizes: ProbeSizes) -> float:
-    """Of a square product that is large enough, or takes long enough: a processor without units for a type is slow at it."""
+    """Time square products of growing size until one takes long enough; some processors are slow at some dtypes."""
     size = _LEAST_GEMM
     while True:
         a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
@@ -319,7 +316,7 @@ def _gemm_flops(device: torch.device, dtype: torch.dtype, sizes: ProbeSizes) -> 
 
 
 def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Down and up; on a CPU device both are a copy within host memory."""
+    """Return bytes per second down and up; on a CPU device both are copies within host memory."""
     link = Link(device, Meter())
     on_host, on_device = link.empty(nbytes, torch.uint8).fill_(1), torch.ones(nbytes, dtype=torch.uint8, device=device)
     down = _best_s(device, lambda: link.down(on_device, on_host).close())
@@ -327,7 +324,7 @@ def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
 
 
 def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) -> tuple[float, float]:
-    """Bytes per second of reads and of writes, several requests at a time, as the disk tier makes them."""
+    """Return bytes per second of reads and writes, several requests at a time, as in the disk tier."""
     disk = Disk(offload_dir, wire.rank, Meter())
     try:
         region = disk.take(sizes.disk_bytes)
@@ -356,66 +353,57 @@ def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) 
 
 
 SIZES = tuple(1024 * 4**power for power in range(9))
-"""Bytes that a rank sends in a gather: 1 KiB to 64 MiB."""
+"""Bytes that a rank sends in one gather: 1 KiB to 64 MiB."""
 _TURNS, _SMALL_TURNS, _SMALL_BYTES = 7, 21, 1 << 20
-"""Small messages take about as long as it takes a thread to wake up, which differs more from turn to turn."""
-_OVERLAP_BYTES = 32 << 20
-_PRODUCT = 384
-"""Rows of the matrix products that run beside messages: they fit a processor's cache, so only the processor is shared."""
+"""Small messages take about as long as a thread needs to wake up, which varies from turn to turn."""
+_ALL_REDUCE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class WireSpeed:
-    """Of a gather, while nothing else is sent.
+    """Speeds of collectives, one at a time.
 
     Attributes:
-        latency_s: of one hop; `ranks - 1` hops are a gather's.
-        bandwidth: bytes a second that a rank sends.
-        overlap: share of a message's time, 0 to 1, that work going on at the same time does not feel. A network card that
-            reads and writes memory by itself has 1; where processors copy each byte and all of them compute, it is near 0.
-        all_reduce: bytes a second that a rank sends in one. The engine's gathers go through shared memory where they can, an
-            all-reduce is always the backend's.
-        points: (bytes, seconds) that the two first are fitted to.
+        latency_s: seconds of one hop; a gather has `ranks - 1` hops.
+        bandwidth: bytes per second that a rank sends in a gather.
+        all_reduce: bytes per second that a rank sends in an all-reduce. It always uses the backend; gathers use shared
+            memory where they can.
+        points: (bytes, seconds) to which `latency_s` and `bandwidth` are fitted.
     """
 
     latency_s: float
     bandwidth: float
-    overlap: float
     all_reduce: float
     points: tuple[tuple[float, float], ...] = ()
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds before the first byte and bytes a second, by least squares over (bytes, seconds).
+    """Return the seconds before the first byte and the bytes per second that fit (bytes, seconds) best.
 
-    What is squared is the distance relative to the measured time: else the largest messages alone would decide, and the
-    seconds before the first byte would be their noise.
+    Least squares of the error relative to the measured time. With absolute errors the largest messages alone would decide,
+    and the latency would be their noise.
 
     Raises:
         ConfigError: fewer than two sizes, or larger messages that take no longer.
     """
     if len({size for size, _ in points}) < 2 or any(taken <= 0 for _, taken in points):
         raise ConfigError(f"a line needs two sizes of messages or more and positive times, found {list(points)}")
-    from scipy.optimize import nnls  # takes a second
-
-    # (a + b x - t) / t, with neither negative: a message begins no earlier than it is sent. Sizes in units of the largest, for
-    # else the two columns differ by as many digits as a float has.
+    # (a + b x - t) / t. Sizes are divided by the largest: the two columns would differ by all digits of a float.
     sizes, taken_s = np.array(points).T
     largest = sizes.max()
-    (latency_s, slope), _ = nnls(np.stack([1 / taken_s, sizes / largest / taken_s], axis=1), np.ones(len(sizes)))
+    columns = np.stack([1 / taken_s, sizes / largest / taken_s], axis=1)
+    latency_s, slope = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
+    if latency_s < 0:  # no message arrives before it is sent: the best line through zero
+        latency_s, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     if slope <= 0:
         raise ConfigError(f"larger messages took no longer than small ones: {list(points)}; measure again")
     return float(latency_s), float(largest / slope)
 
 
-def hidden_share(work_s: float, messages_s: float, both_s: float) -> float:
-    """0 to 1: of messages that take `messages_s` alone, what work of `work_s`, which is no less, does not feel."""
-    return min(1.0, max(0.0, 1 - (both_s - work_s) / messages_s))
-
-
 def measure(device: torch.device, wire: SoloWire, sizes: Sequence[int] = SIZES) -> WireSpeed | None:
-    """Gathers of several sizes, all ranks at the same time, to all others at once as the engine's; then one beside matrix
-    products, and an all-reduce. Medians; some seconds. A collective, with the same result on every rank; None on one rank.
+    """Time gathers of several sizes, as the engine issues them, and an all-reduce; medians, in some seconds.
+
+    A collective with the same result on every rank. None on one rank.
     """
     if wire.size == 1:
         return None
@@ -425,27 +413,25 @@ def measure(device: torch.device, wire: SoloWire, sizes: Sequence[int] = SIZES) 
         points.append((float(sent), _median_s(device, wire, begin, _SMALL_TURNS if sent < _SMALL_BYTES else _TURNS)))
     points = [(sent, max(row[at][1] for row in wire.exchange(points))) for at, (sent, _) in enumerate(points)]
     latency_s, bandwidth = fitted(points)
-    large = min(_OVERLAP_BYTES, max(sizes))
-    overlap, all_reduce = _overlap(device, wire, large), _all_reduce(device, wire, large)
-    overlap, all_reduce = map(min, zip(*wire.exchange((overlap, all_reduce))))
-    return WireSpeed(latency_s / (wire.size - 1), bandwidth, overlap, all_reduce, tuple(points))
+    all_reduce = min(wire.exchange(_all_reduce(device, wire, min(_ALL_REDUCE_BYTES, max(sizes)))))
+    return WireSpeed(latency_s / (wire.size - 1), bandwidth, all_reduce, tuple(points))
 
 
 def finish(device: torch.device) -> None:
-    """Wait for what the device has been given."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _gather(device: torch.device, wire: SoloWire, size: int) -> tuple[Callable[[], Inflight], int]:
-    """What begins a gather in which a rank sends about `size` bytes, and how many it sends."""
+    """Return a function that starts a gather in which a rank sends about `size` bytes, and the bytes that it sends."""
     numel = max(32, size // 4 // (wire.size - 1))
     full, own = torch.ones(numel * wire.size, device=device), torch.ones(numel, device=device)
     return lambda: wire.gather(full, own, 0), 4 * numel * (wire.size - 1)
 
 
 def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object], turns: int = _TURNS) -> float:
-    """Of turns that all ranks begin together, after one that does not count."""
+    """Return the median seconds of turns that all ranks begin together, after one warm-up."""
     taken = []
     for _ in range(turns + 1):
         wire.barrier()
@@ -459,27 +445,7 @@ def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object]
 
 
 def _all_reduce(device: torch.device, wire: SoloWire, size: int) -> float:
-    """Bytes a second that a rank sends in an all-reduce of `size` bytes."""
+    """Return the bytes per second that a rank sends in an all-reduce of `size` bytes."""
     values = torch.ones(size // 4, device=device)
     taken_s = _median_s(device, wire, lambda: wire.average(values, values, 0))
     return 2 * (wire.size - 1) / wire.size * values.nbytes / taken_s
-
-
-def _overlap(device: torch.device, wire: SoloWire, size: int) -> float:
-    begin, _ = _gather(device, wire, size)
-    messages_s = _median_s(device, wire, begin)
-    a, b = (torch.full((_PRODUCT, _PRODUCT), 0.5, device=device) for _ in range(2))
-    once_s = _median_s(device, wire, lambda: torch.mm(a, b))
-    # Work for longer than the messages take, and as much on every rank.
-    products = max(1, int(2 * max(wire.exchange(messages_s)) / min(wire.exchange(once_s))))
-
-    def work() -> None:
-        for _ in range(products):
-            torch.mm(a, b)
-
-    def both() -> None:
-        under_way = begin()
-        work()
-        under_way.close()
-
-    return hidden_share(_median_s(device, wire, work), messages_s, _median_s(device, wire, both))

@@ -1,4 +1,4 @@
-"""The time of a recorded step: computing on one stream, communication on another, each wait where the engine waits."""
+"""The time of a recorded step: an alpha-beta model of collectives, and rates of computation."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A collective, as it is issued on one rank.
+    """A collective, as one rank issues it.
 
     Attributes:
-        number: of this collective in the record, from 0.
         kind: one of `Traffic.KINDS`.
-        bytes: this rank sends.
-        unit: whose elements move; empty where they are no unit's.
-        phase: what the engine is doing.
-        ranks: that take part; 0: all there are.
-        stride: they are so many ranks apart.
-        is_all_reduce: every rank gets all of the result: a reduce-scatter and a gather after it.
+        bytes: bytes that this rank sends.
+        unit: the unit whose elements are sent; empty for others.
+        phase: the engine's phase.
+        ranks: number of ranks that take part; 0: all.
+        stride: distance between these ranks.
+        is_all_reduce: every rank gets the full result: a reduce-scatter, then a gather.
     """
 
-    number: int
     kind: str
     bytes: int
     unit: str
@@ -32,34 +30,27 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
-    """The result of an operation is needed from here on."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Computed:
-    """Work between two operations.
+    """Work between two collectives.
 
     Attributes:
-        flops: of matrix products.
-        bytes: that all else reads and writes.
+        flops: operations of matrix products.
+        bytes: bytes that all other operations read and write.
     """
 
     flops: int = 0
     bytes: int = 0
 
 
-Event = Operation | Waited | Computed
+Event = Operation | Computed
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`latency_s` before a message's first byte, then `bandwidth` bytes a second in each direction, of one adapter.
+    """`latency_s` before a message's first byte, then `bandwidth` bytes per second in each direction, of one adapter.
 
     Attributes:
-        all_reduce: bytes a second in an all-reduce, where these go another way; None: `bandwidth`.
+        all_reduce: bytes per second of an all-reduce; None: `bandwidth`.
     """
 
     latency_s: float
@@ -71,8 +62,8 @@ class Link:
         return 1 / (self.all_reduce or self.bandwidth) if operation.is_all_reduce else 1 / self.bandwidth
 
 
-# A latency is the length of one hop of a ring with the protocol for large messages: row Ring, column Simple of the table
-# `hwLatencies` in NCCL's tuner. Bandwidths are nominal, of one direction: what is reached is less.
+# A latency is one hop of a ring with the protocol for large messages: row Ring, column Simple of the table `hwLatencies` in
+# NCCL's tuner. Bandwidths are nominal, for one direction: real ones are lower.
 _HOP = "NCCL's tuner, hwLatencies, Ring, Simple"
 LINKS = {
     "nvlink": Link(3.4e-6, 450e9, f"NVLink 4: 900 GB/s both ways together (NVIDIA H100 datasheet); latency: {_HOP}"),
@@ -83,15 +74,14 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a collective takes on `ranks` ranks on `nodes` machines: within a machine over `near`, between them over `far`.
+    """The links between `ranks` ranks on `nodes` machines: `near` within a machine, `far` between machines.
 
-    Ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): N - 1 hops for a
-    gather or a reduce-scatter, as slow as the slowest link. A collective has a ring per adapter (as NCCL does), so a
-    machine's adapters carry its bytes together; where several groups are at work at a time, each has its share of them. An
-    all-reduce has 2 (N - 1) hops.
+    Ring collectives (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): a
+    gather or a reduce-scatter has N - 1 hops, an all-reduce 2 (N - 1), each as slow as the slowest link. As in NCCL, each
+    adapter has a ring. Groups that work at the same time share the adapters.
 
     Attributes:
-        adapters: of each machine to the others; 0: one for each of its ranks.
+        adapters: adapters from one machine to the others; 0: one per rank.
     """
 
     ranks: int
@@ -111,7 +101,9 @@ class Network:
         if nodes == 1:
             return turns * (ranks - 1) * self.near.latency_s + near_s
         hops_s = turns * (nodes * self.far.latency_s + (ranks - nodes) * self.near.latency_s)
-        share = min(1.0, max(1, each // operation.stride) / each)  # of a machine's ranks: others are in other groups
+        share = min(
+            1.0, max(1, each // operation.stride) / each
+        )  # of a machine's ranks: the others are in other groups
         far_s = operation.bytes * self.far.seconds_per_byte(operation) / ((self.adapters or each) * share)
         return hops_s * (ranks - 1) / ranks + max(near_s, far_s)
 
@@ -121,10 +113,10 @@ class StepTime:
     """Seconds of one step.
 
     Attributes:
-        total_s: until both streams are done.
-        compute_s: the computing stream works, were it alone.
-        communication_s: the communication stream works.
-        exposed_s: the computing stream waits for the other, is slowed by it, or is over before it.
+        total_s: the step.
+        compute_s: all computation.
+        communication_s: all collectives, one after another.
+        exposed_s: communication that is not hidden behind computation.
     """
 
     total_s: float
@@ -135,43 +127,34 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What a rank computes with.
+    """Rates of one rank's device.
 
     Attributes:
-        flops: operations a second of matrix products.
-        memory: bytes a second, read and written, of all other work; None: it takes no time.
-        overlap: how fast it computes, 0 to 1, while messages move. 1: a card moves them. 0: it moves them itself, so that
-            nothing is hidden, and a step takes the sum of both. In between: each message takes `1 - overlap` of its time
-            from it.
+        flops: operations per second of matrix products.
+        memory: bytes per second, read and written, of all other operations; None: they take no time.
+        sends: the device copies messages itself, as a CPU does, so that nothing is hidden.
     """
 
     flops: float
     memory: float | None = None
-    overlap: float = 1.0
+    sends: bool = False
 
     def time_s(self, work: Computed) -> float:
         return work.flops / self.flops + (0.0 if self.memory is None else work.bytes / self.memory)
 
 
-def replay(events: Iterable[Event], time_s: Callable[[Operation], float], processor: Processor) -> StepTime:
-    """Run a record on two streams: an operation begins once it is issued and those issued before are done."""
-    now_s = free_s = compute_s = communication_s = 0.0
-    done_s: dict[int, float] = {}
+def step_time(events: Iterable[Event], time_s: Callable[[Operation], float], processor: Processor) -> StepTime:
+    """Return the time of a recorded step, by the model of `work.step_seconds`: the busiest resource decides.
+
+    Where adapters move messages this is a lower bound, with all communication hidden that computation can hide. Where the
+    processor moves them, it is the sum of both.
+    """
+    compute_s = communication_s = 0.0
     for event in events:
         match event:
             case Computed():
-                work_s = processor.time_s(event)
-                compute_s += work_s
-                beside_s = max(0.0, free_s - now_s) * processor.overlap  # done until all that is issued has arrived
-                now_s = (
-                    now_s + work_s / processor.overlap if work_s < beside_s else max(now_s, free_s) + work_s - beside_s
-                )
-            case Waited(number):
-                now_s = max(now_s, done_s.get(number, 0.0))  # issued before the record began: done by then
+                compute_s += processor.time_s(event)
             case Operation():
-                taken_s = time_s(event)
-                free_s = max(free_s, now_s) + taken_s
-                communication_s += taken_s
-                done_s[event.number] = free_s
-    total_s = max(now_s, free_s)
+                communication_s += time_s(event)
+    total_s = compute_s + communication_s if processor.sends else max(compute_s, communication_s)
     return StepTime(total_s, compute_s, communication_s, total_s - compute_s)

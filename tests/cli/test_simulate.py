@@ -181,29 +181,28 @@ MEASURED = {
     "device_bandwidth": 2e10,
     "collective": 1.5e9,
     "latency": 2e-4,
-    "overlap": 0.0,
     "flops": {"float32": 7e10},
 }
 
 
 @pytest.mark.slow
 def test_a_machine_that_was_measured(capsys, tmp_path):
-    """Its rates price the step; messages are gloo's; without overlap a step is the sum, with it no less than either."""
+    """Its rates price the step; on CPU ranks messages are gloo's, and a step is the sum of computation and communication."""
     path = tmp_path / "machine.json"
     command = [*SMALL, "--world-size", "2", "--json", "--machine", str(path)]
     found = {}
-    for overlap in (0.0, 0.5, 1.0):
-        path.write_text(json.dumps(MEASURED | {"overlap": overlap}))
+    for is_cpu in (True, False):
+        path.write_text(json.dumps(MEASURED | {"shares_memory": is_cpu}))
         assert cli.main(command) == 0
-        found[overlap] = json.loads(capsys.readouterr().out)
-    none, full = found[0.0], found[1.0]
+        found[is_cpu] = json.loads(capsys.readouterr().out)
+    none, card = found[True], found[False]
     assert none["compute_s"] == pytest.approx(none["flops"] / 7e10 + none["moved_bytes"] / 2e10)
     messages = none["operations"]
     # A hop to the other rank for each, and its bytes.
     assert none["communication_s"] == pytest.approx(sum(2e-4 + each["bytes"] / 1.5e9 for each in messages), rel=1e-9)
     assert none["total_s"] == pytest.approx(none["compute_s"] + none["communication_s"])
-    assert max(full["compute_s"], full["communication_s"]) <= full["total_s"] < found[0.5]["total_s"] < none["total_s"]
-    assert none["processor"] == {"flops": 7e10, "memory": 2e10, "overlap": 0.0}
+    assert card["total_s"] == max(card["compute_s"], card["communication_s"])
+    assert none["processor"] == {"flops": 7e10, "memory": 2e10, "sends": True}
     near = {"latency_s": 2e-4, "bandwidth": 1.5e9, "source": str(path), "all_reduce": None}
     assert none["network"]["near"] == near
     assert cli.main([*command, "--flops", "7e9"]) == 0
@@ -244,8 +243,8 @@ def test_what_a_machine_lacks_is_named(lacking, arguments, message, capsys, tmp_
 
 def test_refusals_are_one_line(capsys, tmp_path):
     path = tmp_path / "machine.json"
-    path.write_text('{"overlap": 2}')
+    path.write_text('{"latency": -2}')
     assert cli.main([*SMALL, "--machine", str(path)]) == 2
-    assert "overlap must be a share, 0 to 1, found 2" in capsys.readouterr().err
+    assert "latency must be a number that is not negative, found -2" in capsys.readouterr().err
     assert cli.main(["simulate", "gpt2-tiny", "--world-size", "10", "--nodes", "3"]) == 2
     assert "10 ranks do not divide by 3 nodes" in capsys.readouterr().err

@@ -81,13 +81,12 @@ def test_files_of_machines(tmp_path):
     path.write_text(json.dumps({"device_memory": 24 << 30, "link_up": 2.5e10, "flops": {"bfloat16": 1e14}}))
     assert Machine.load(path) == Machine(device_memory=24 << 30, link_up=2.5e10, flops={"bfloat16": 1e14})
     for text, message in (
-        ("{", "no machine file"),
+        ("{", "not a machine file"),
         ("[1]", "expected a JSON object"),
         ('{"speed": 1}', "unknown speed"),
         ('{"link_up": "fast"}', "link_up must be a number"),
         ('{"flops": {"float32": -1}}', "flops must be a number"),
         ('{"latency": -1e-6}', "latency must be a number"),
-        ('{"overlap": 1.5}', "overlap must be a share"),
     ):
         path.write_text(text)
         with pytest.raises(zero.ConfigError, match=message):
@@ -96,9 +95,9 @@ def test_files_of_machines(tmp_path):
 
 def test_a_probe_of_one_rank_keeps_what_several_measured(tmp_path):
     path = tmp_path / "machine.json"
-    Machine(collective=1e9, latency=1e-4, overlap=0.5, link_up=1.0).keep(path)
+    Machine(collective=1e9, latency=1e-4, link_up=1.0).keep(path)
     Machine(link_up=2.0).keep(path)
-    assert Machine.load(path) == Machine(collective=1e9, latency=1e-4, overlap=0.5, link_up=2.0)
+    assert Machine.load(path) == Machine(collective=1e9, latency=1e-4, link_up=2.0)
 
 
 def test_a_plan_is_for_the_least_of_all_ranks():

@@ -1,4 +1,4 @@
-"""What messages take and hide: the fit on points made by hand, the measurement on real ranks."""
+"""Speeds of collectives: the fit on known points, the measurement on real ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import hf_zero as zero
 from hf_zero.comm.group_wire import open_wire
 from hf_zero.comm.wire import SoloWire
-from hf_zero.plan.machine import SIZES, fitted, hidden_share, measure
+from hf_zero.plan.machine import SIZES, fitted, measure
 
 
 def test_the_fit_finds_what_the_points_were_made_of():
@@ -36,29 +36,21 @@ def test_points_without_a_line_are_refused(points):
         fitted(points)
 
 
-def test_what_is_hidden():
-    assert hidden_share(10.0, 4.0, 14.0) == 0.0
-    assert hidden_share(10.0, 4.0, 10.0) == 1.0
-    assert hidden_share(10.0, 4.0, 11.0) == 0.75
-    assert hidden_share(10.0, 4.0, 15.0) == 0.0  # ranks in each other's way
-
-
 def measured(rank: int, world: int) -> tuple[object, ...]:
     wire = open_wire(torch.device("cpu"))
     wire.start(30.0)
     found = measure(torch.device("cpu"), wire, (1 << 10, 1 << 16, 1 << 24))
     assert found is not None
     assert [sent for sent, _ in found.points] == [1 << 10, 1 << 16, 1 << 24]
-    return found.latency_s, found.bandwidth, found.overlap, found.all_reduce, found.points
+    return found.latency_s, found.bandwidth, found.all_reduce, found.points
 
 
 @pytest.mark.gloo
 def test_all_ranks_find_the_same(pools):
     one, two = pools[2].run(measured)
     assert one == two
-    latency_s, bandwidth, overlap, all_reduce, _ = one
+    latency_s, bandwidth, all_reduce, _ = one
     assert 0 <= latency_s < 1
     assert 1e6 < bandwidth < 1e12
-    assert 0 <= overlap <= 1
     assert 1e6 < all_reduce < 1e12
     assert measure(torch.device("cpu"), SoloWire()) is None
