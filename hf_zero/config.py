@@ -279,8 +279,8 @@ class ZeroConfig:
     wire: str = field(
         default="none",
         metadata={
-            "help": "Format in which gradients and trained matrices are sent: none (their dtypes), or blocks of int8, fp8 "
-            "(e4m3) or int4 codes with one scale each: 1/4 or 1/8 of float32's bytes. Sums and masters stay float32.",
+            "help": "Format in which gradients and trained matrices are sent: none (their dtypes), or blocks of int8 or "
+            "fp8 (e4m3) codes with one scale each: 1/4 of float32's bytes. Sums and masters stay float32.",
             "choices": WIRES,
         },
     )
@@ -394,7 +394,7 @@ class ZeroConfig:
         """Check the settings that depend on the number of ranks.
 
         Raises:
-            ConfigError: the stage does not allow the offload, or `replicas` does not divide `world_size`.
+            ConfigError: the stage does not allow the offload, or groups of ranks do not divide `world_size`.
         """
         for name in ("replicas", "sp_size"):
             if world_size % getattr(self, name):
