@@ -26,7 +26,7 @@ class OtherDtype(Observer):
         self._dtype: torch.dtype | None = None
 
     def unit_unsharded(self, unit: Unit) -> None:
-        if not unit.is_apart:  # `GatheredParameters` shows exact values
+        if self._dtype is not None and not unit.is_apart:  # `GatheredParameters` shows exact values
             self._show(unit)
 
     def _show(self, unit: Unit) -> None:

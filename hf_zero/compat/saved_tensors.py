@@ -58,23 +58,25 @@ class SavedTensors(Observer):
         self._saved: dict[int, weakref.WeakSet[Saved]] = {}
         """By address of a storage, what graphs hold of it."""
         self._left = _BACKWARDS
-        self._watched: weakref.WeakSet[Unit] = weakref.WeakSet()  # all weak: graphs hold this
+        # Units and spans by number: graphs hold this, and must not hold these.
+        self._watched: set[int] = set()
         """Units that keep the hooks."""
-        self._hooked: weakref.WeakKeyDictionary[Unit, bool] = weakref.WeakKeyDictionary()
+        self._hooked: dict[int, bool] = {}
         """By unit, whether its last use with a graph had hooks."""
-        self._uses: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+        self._uses: dict[int, int] = {}
         """By unit, uses with a graph since the last backward."""
-        self._usual: weakref.WeakKeyDictionary[Span, dict[_Point, int]] = weakref.WeakKeyDictionary()
-        """Views that graphs without hooks hold."""
+        self._usual: dict[int, dict[_Point, int]] = {}
+        """By `id` of a span, views that graphs without hooks hold."""
         self._on: list[Pack | None] = []
 
     def use_begun(self, unit: Unit) -> None:
         pack = None
         if torch.is_grad_enabled():
-            pack = self._push(unit) if self._left or unit in self._watched else None
-            self._hooked[unit] = pack is not None
+            index = unit.index
+            pack = self._push(unit) if self._left or index in self._watched else None
+            self._hooked[index] = pack is not None
             if backward_id() < 0:
-                self._uses[unit] = self._uses.get(unit, 0) + 1
+                self._uses[index] = self._uses.get(index, 0) + 1
         self._on.append(pack)
 
     def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
@@ -85,18 +87,20 @@ class SavedTensors(Observer):
             if not span.is_freed_in_place:
                 continue
             # Memory that numpy has seen cannot be resized, also when the array is gone.
-            if (span.has_outside_views and not self._are_saved(span)) or not span.full.untyped_storage().resizable():
+            views = span.outside_views
+            if (views > 0 and not self._are_saved(span, views)) or not span.full.untyped_storage().resizable():
                 span.leave_storage()
-                self._watched.add(unit)
+                self._watched.add(unit.index)
 
-    def _are_saved(self, span: Span) -> bool:
+    def _are_saved(self, span: Span, views: int) -> bool:
         """Whether graphs hold all views of a span's memory: they read them after the next gather."""
-        point = self._uses.get(span.unit, 0), backward_id() >= 0
-        usual = self._usual.setdefault(span, {})
-        if not self._hooked.get(span.unit):
-            return usual.get(point) == span.outside_views
+        index = span.unit.index
+        point = self._uses.get(index, 0), backward_id() >= 0
+        usual = self._usual.setdefault(id(span), {})
+        if not self._hooked.get(index):
+            return usual.get(point) == views
         saved = self._saved.get(_memory(span.full), ())
-        if span.outside_views > len(saved):
+        if views > len(saved):
             return False
         usual[point] = sum(not each.is_parameter for each in saved)
         return True
@@ -155,7 +159,7 @@ class SavedTensors(Observer):
             if schedule is None:
                 raise StateError(GONE)
             if unit is not None and schedule.reach(unit):
-                self._watched.add(unit)
+                self._watched.add(unit.index)
         tensor = saved.tensor
         if tensor._version != saved.version:
             raise RuntimeError(

@@ -249,7 +249,9 @@ class Bound:
             return  # `GatheredParameters` shows values that are not in the masters yet
         before, self._marks = self._marks, self._current_marks()
         # Not the lists of tensors: a segment that was split in two here may be one on another rank.
-        is_counted = any(before.get(tensor, version) != version for tensor, version in self._marks.items())
+        is_counted = before != self._marks and any(
+            before.get(tensor, version) != version for tensor, version in self._marks.items()
+        )
         is_uncounted = not is_counted and self._has_uncounted_writes()
         if is_uncounted and self._context.layout.shards > 1 and not self._context.frees:
             raise StateError(

@@ -52,6 +52,8 @@ class Bucket:
         self._moving_bytes = self._held_bytes = self._grad_bytes = 0
         """In the ledger: on their way, held for a later backward, reduced."""
         self._parts = [(slice(slot.offset, slot.stop), slot.spec.shape) for slot in layout.slots]
+        ends = [0, *(slot.stop for slot in layout.slots)]
+        self._is_dense = all(part.start == end for (part, _), end in zip(self._parts, ends))
 
     # Local gradients --------------------------------------------------------------------------------------------------
 
@@ -122,6 +124,9 @@ class Bucket:
         return buffer
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
+        if self._is_dense:
+            views: list[Tensor] = torch._C._nn.unflatten_dense_tensors(buffer, self.span.views)
+            return views
         return [buffer[part].view(shape) for part, shape in self._parts]
 
     def take_source(self, wire: SoloWire) -> Tensor:
@@ -160,7 +165,8 @@ class Bucket:
     @torch.no_grad()
     def add(self, mean: Tensor) -> None:
         """Add a reduced gradient of this rank's slice."""
-        moves = self.tier is Tier.DISK or (self.tier is Tier.HOST and not self._storage.link.is_one_memory)
+        tier = self.tier
+        moves = tier is Tier.DISK or (tier is Tier.HOST and not self._storage.link.is_one_memory)
         if self.grad is None or moves:
             numel = self.span.local_numel
             if mean.numel() != numel or mean.dtype != self.span.master_dtype:

@@ -155,9 +155,9 @@ def power_sums(parts: Sequence[Tensor], order: float) -> Tensor:
 
 def _values(span: Span, chosen: Iterable[slice]) -> Iterator[Tensor]:
     for part in chosen:
-        for start in range(part.start, part.stop, _PART_NUMEL) if span.bucket.is_on_disk else (part.start,):
-            stop = min(start + _PART_NUMEL, part.stop) if span.bucket.is_on_disk else part.stop
-            yield span.bucket.read(slice(start, stop))
+        step = _PART_NUMEL if span.bucket.is_on_disk else max(1, part.stop - part.start)
+        for start in range(part.start, part.stop, step):
+            yield span.bucket.read(slice(start, min(start + step, part.stop)))
 
 
 def clip_value(parts: Parts, wire: SoloWire, limit: float) -> None:

@@ -29,7 +29,7 @@ from .observer import Observer
 from .optimizer import Binding
 from .optimizer_dict import unbind
 from .optimizer_state import whole_states
-from .parameter import set_raw_grad
+from .parameter import put_grad
 from .pieces import OptimizerPieces
 from .precision import Autocast
 from .presence import Presence
@@ -215,7 +215,7 @@ class Engine:
         for binding in chosen if set_to_none else ():
             for group in binding.segments:
                 for segment in group:
-                    set_raw_grad(segment.tensor, None)
+                    put_grad(segment.tensor, None)
         shares = {} if optimizer is None else chosen[0].shares
         for span in self.trained if optimizer is None else chosen[0].spans:
             if span in shares:

@@ -100,16 +100,11 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def next_sequence_number() -> int:
-    """The number that the next autograd node of this thread gets. Nodes run in backward in descending order of it."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def backward_id() -> int:
-    """The number of the backward that runs in this thread; -1 outside a backward."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+# Torch's own functions: a step calls them for every unit, some of them several times.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next autograd node of this thread gets. Nodes run in backward in descending order of it."""
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread; -1 outside a backward."""
 
 
 def weakly(owner: Any, method: Callable[..., object], *args: Any, gone: str = "") -> Callable[..., None]:

@@ -316,6 +316,10 @@ def raw_grad(param: Tensor) -> Tensor | None:
     return out
 
 
+put_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""As `set_raw_grad`, of a tensor that is never released."""
+
+
 def set_raw_grad(param: Tensor, grad: Tensor | None) -> None:
     if getattr(type(param), "_zero_released", False):
         with torch._C.DisableTorchFunctionSubclass():

@@ -326,10 +326,12 @@ class Schedule:
     def _arrive(self, use: Use, *, skipped: bool) -> None:
         for earlier in self._walk.enter(use):  # entered first: an earlier use of its unit does not release it
             self._finish_use(earlier)
-        following = self._walk.next
-        if self.frees and use.reads:
+        if not self.frees:
+            return
+        if use.reads:
             self._need(self.units[use.index])
-        if self.frees and following is not None and following.reads and not skipped:
+        following = None if skipped else self._walk.next
+        if following is not None and following.reads:
             self.units[following.index].gather()
 
     def _need(self, unit: Unit, *, kept: bool = False) -> None:
@@ -358,8 +360,8 @@ class Schedule:
         unit = self.units[use.index]
         if self.sends and not self._walk.left[use.index]:
             self._reduces.advance(self._walk.left)
-        stays = self._keeps_graph or unit in self._kept or self._running[unit.index] or self._walk.needs(unit.index)
-        if self.frees and not stays:
+        stays = self._keeps_graph or unit in self._kept or self._running[unit.index]
+        if self.frees and not stays and not self._walk.needs(unit.index):
             unit.release()
 
     def _enter_nested(self, use: Use) -> None:
@@ -372,10 +374,9 @@ class Schedule:
             Variable._execution_engine.queue_callback(weakly(self, Schedule.end_nested, use))
 
     def end_nested(self, use: Use) -> None:
-        walk = self._walk
+        walk, unit = self._walk, self.units[use.index]
         if use in walk.entered:
             walk.entered.remove(use)
-            unit = self.units[use.index]
             if self.frees and not walk.left.get(unit.index):
                 if self.sends:
                     self._reduces.start(unit)

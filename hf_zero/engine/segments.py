@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import StateError
 from ..tiers.array import OnDisk, Values
 from ..tiers.tier import Tier
-from .parameter import raw_data, raw_grad, reads_no_values, set_raw_data, set_raw_grad
+from .parameter import put_grad, raw_data, raw_grad, reads_no_values, set_raw_data, set_raw_grad
 
 if TYPE_CHECKING:
     from .span import Span
@@ -184,7 +184,12 @@ class Segment:
     def has_grad(self) -> bool:
         """The next step updates its elements."""
         bucket = self.span.bucket
-        return bucket.grad is not None and not self.is_cleared and any(bucket.present[index] for index in self.members)
+        if bucket.grad is None or self.is_cleared:
+            return False
+        for index in self.members:  # noqa: SIM110 -- called for every segment of every step
+            if bucket.present[index]:
+                return True
+        return False
 
     def show_flag(self) -> None:
         """Give the optimizer's tensor `requires_grad` of its parameters."""
@@ -208,18 +213,12 @@ class Segment:
 
     def show_grad(self) -> None:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
-        grad = self.span.bucket.grad
-        is_hidden = self.span.context.is_stepping and self.span.tier is not Tier.DEVICE
-        if (
-            self.span.context.away
-            or not self.has_grad
-            or not isinstance(grad, Tensor)
-            or isinstance(self.span.master, OnDisk)
-            or is_hidden
-        ):
-            set_raw_grad(self.tensor, None)
-            return
-        set_raw_grad(self.tensor, grad[self.start : self.stop].view(self.tensor.shape))
+        span, shown = self.span, None
+        grad, context = span.bucket.grad, span.context
+        is_hidden = context.away or (context.is_stepping and span.tier is not Tier.DEVICE)
+        if isinstance(grad, Tensor) and not is_hidden and self.has_grad and not isinstance(span.master, OnDisk):
+            shown = grad[self.start : self.stop].view(self.tensor.shape)
+        put_grad(self.tensor, shown)
 
 
 def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]:

@@ -193,7 +193,7 @@ class Span:
         if source is self.master and self.compute_dtype != self.master_dtype:
             return self._load_master()
         if self.tier is Tier.DEVICE or self.copy_tier is Tier.DEVICE:
-            if not self.is_alias:
+            if not (self.stays and self.is_alias):
                 self.local.copy_(fetch(source))
             return DONE
         return self.context.storage_tier(self.copy_tier).load(source, self.local)
@@ -326,12 +326,6 @@ class Span:
             is_own = master.to(self.local.dtype) == self.local
             self.write(0, torch.where(is_own, master, self.local.to(master.dtype)))
 
-    @property
-    def references(self) -> int:
-        """How many tensors have the memory of `full`."""
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return count
-
     @torch.no_grad()
     def leave_storage(self) -> None:
         """Give `full` other memory with the same values. Views that user code holds keep the old one: a snapshot."""
@@ -429,8 +423,9 @@ class Span:
     @property
     def outside_views(self) -> int:
         """How many tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
-        segments = len(self.segments) if self.is_alias else 0
-        return self.references - 3 - 2 * len(self.views) - segments
+        segments = len(self.segments) if self.stays and self.is_alias else 0
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count - 3 - 2 * len(self.views) - segments
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""

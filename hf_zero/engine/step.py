@@ -10,7 +10,7 @@ The engine's work stands directly around the optimizer's arithmetic: after all p
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
 
@@ -191,7 +191,7 @@ class Snapshot:
         self._params: list[nn.Parameter] = [param for group in self._groups for param in group["params"]]
         self._versions = self._current()
         self._state = {key: dict(entries) for key, entries in optimizer.state.items() if isinstance(entries, dict)}
-        self._state_versions = [value._version for value in self._state_tensors()]
+        self._state_versions = self._current_states()
 
     def _current(self) -> list[tuple[int, int, int | None]]:
         # Custom optimizers may write through `.data`, which no version counts. On a device a sample would wait for it.
@@ -207,15 +207,16 @@ class Snapshot:
             for param in self._params
         ]
 
-    def _state_tensors(self) -> Iterator[Tensor]:
-        return (value for entries in self._state.values() for value in entries.values() if isinstance(value, Tensor))
+    def _current_states(self) -> list[int]:
+        states = self._state.values()
+        return [value._version for entries in states for value in entries.values() if isinstance(value, Tensor)]
 
     def restore(self) -> bool:
         """Return whether nothing was written; then options and entries of state are as they were."""
         optimizer = self._optimizer
         if self._current() != self._versions:
             return False
-        if [value._version for value in self._state_tensors()] != self._state_versions:
+        if self._current_states() != self._state_versions:
             return False
         del optimizer.param_groups[len(self._groups) :]
         for group, options in zip(optimizer.param_groups, self._groups):

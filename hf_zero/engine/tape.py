@@ -114,9 +114,10 @@ class Walk:
 
     def needs(self, index: int) -> bool:
         """Whether the backward reads this unit's values now, or in the next use."""
-        following = self.next
-        uses = self.entered if following is None else [*self.entered, following]
-        return any(use.index == index and use.reads for use in uses)
+        for use in (*self.entered, *self._order[self._at : self._at + 1]):  # noqa: SIM110 -- called for every unit
+            if use.index == index and use.reads:
+                return True
+        return False
 
 
 class Tape:

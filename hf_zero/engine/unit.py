@@ -164,8 +164,9 @@ class Unit:
         """The masters of these spans were written: what is gathered is old. The same on every rank."""
         for span in self.spans if spans is None else spans:
             span.is_old = True
-        if not self.context.frees and any(span.is_old for span in self.spans):
-            self.state = State.SHARDED
+        for span in () if self.context.frees else self.spans:
+            if span.is_old:
+                self.state = State.SHARDED
 
     def wait_for_step(self) -> None:
         """Return when no other thread updates the unit's spans.
@@ -253,14 +254,15 @@ class Unit:
 
     def _run(self, action: Callable[[], None], name: str) -> None:
         """Run an action without building a graph, under the unit's name in a profiler's trace."""
-        if torch.is_grad_enabled():  # in a forward, or in a backward that builds a graph of itself
-            with torch.no_grad():
-                self._run(action, name)
-            return
-        named = self.named(name)
+        builds_graph = torch.is_grad_enabled()  # in a forward, or in a backward that builds a graph of itself
+        named = self.named(name) if profiler._is_profiler_enabled else None
         try:
+            if builds_graph:  # torch.no_grad() would take five calls
+                torch._C._set_grad_enabled(False)
             action()
         finally:
+            if builds_graph:
+                torch._C._set_grad_enabled(True)
             if named is not None:
                 named.__exit__(None, None, None)
 
