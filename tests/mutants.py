@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         "after a step gathered values count as new",
         "engine/unit.py",
-        "            span.is_old = True\n        if not self.context.frees",
-        "            span.is_old = False\n        if not self.context.frees",
+        "            span.is_old = True\n        for span in ()",
+        "            span.is_old = False\n        for span in ()",
         program("loops"),
     ),
     Mutant(
@@ -277,8 +277,8 @@ MUTANTS = (
     Mutant(
         "a write to the optimizer's tensors is not noticed",
         "engine/bound.py",
-        "        is_counted = any(before.get(tensor, version) != version for tensor, version in self._marks.items())",
-        "        is_counted = not before",
+        "        is_counted = before != self._marks and any(\n",
+        "        is_counted = not before and any(\n",
         program("writes or optimizers"),
     ),
     Mutant(
