@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_zero as zero
 from tests.comparing import compare
 from tests.models import ids, inputs, mlp, sgd
-from tests.settings import EVERYDAY, FACTORS, Setting, covering, product
+from tests.settings import EVERYDAY, FACTORS, Setting, covering, essentials, product, shared
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +60,8 @@ class Program:
         refused: the rows that end in a named error.
         loose: factor on the tolerances, for what amplifies rounding; say why beside it.
         exact: on one or two ranks in fp32 every value equals the reference to the bit.
-        strength: 1: the default run has rows with every value; 2: with every pair of values, for what all training does.
+        strength: 1: in the default run it shares every pair of values with its theme's programs; 2: it meets every pair
+            itself, for what all training does.
     """
 
     name: str
@@ -74,18 +75,36 @@ class Program:
     strength: int = 1
 
     def rows(self, strength: int | None = None) -> dict[int, list[Setting]]:
-        """By number of ranks: rows with every combination of `strength` values, or of as many as the program's own says; 0:
-        every valid row."""
+        """By number of ranks: rows with every combination of `strength` values; 0: every valid row; None: the default run's."""
         rows = product(self.factors, self.accept)
-        strength = self.strength if strength is None else strength
-        chosen = covering(rows, strength, self.name) if strength else rows
+        if strength is None:
+            chosen = covering(rows, 2, self.name) if self.strength == 2 else _shared_rows(self.theme)[self.name]
+        else:
+            chosen = covering(rows, strength, self.name) if strength else rows
         return {ranks: of for ranks in FACTORS["ranks"] if (of := [row for row in chosen if row.ranks == ranks])}
+
+    @property
+    def theme(self) -> str:
+        return self.name.partition(".")[0]
+
+    def essentials(self, setting: Setting) -> set[Any]:
+        """What a row holds of what this program has to meet in the default run: each of its refusals among it."""
+        refused = self.refusal(setting)
+        return essentials(setting) if refused is None else {refused}
 
     def refusal(self, setting: Setting) -> Refused | None:
         return next((each for each in self.refused if each.when(setting)), None)
 
 
 PROGRAMS: dict[str, Program] = {}
+
+
+@functools.cache
+def _shared_rows(theme: str) -> dict[str, list[Setting]]:
+    programs = [each for each in PROGRAMS.values() if each.theme == theme and each.strength == 1]
+    return shared(
+        {each.name: {row: each.essentials(row) for row in product(each.factors, each.accept)} for each in programs}
+    )
 
 
 def program(

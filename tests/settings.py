@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "deferred": (False, True),
     "debug": (False, True),
 }
-"""Every value of every factor. `make test-all` runs their product, `make test` rows with each value or each pair of values."""
+"""Every value of every factor. `make test-all` runs their product, `make test` every pair of a theme's everyday values."""
 EVERYDAY: Mapping[str, tuple[Any, ...]] = {
     **FACTORS,
     "ranks": (2,),
@@ -103,25 +104,71 @@ def product(factors: Mapping[str, Sequence[Any]], accept: Callable[[Setting], bo
     return [row for row in rows if row.is_valid and accept(row)]
 
 
-def covering(rows: Iterable[Setting], strength: int, seed: str) -> list[Setting]:
-    """Return rows that together hold every combination of `strength` values (2: every pair) that any of `rows` holds.
+@functools.cache
+def combinations(row: Setting, strength: int) -> frozenset[Any]:
+    """Return every combination of `strength` values that a row holds."""
+    values = [(field.name, getattr(row, field.name)) for field in dataclasses.fields(Setting)]
+    return frozenset(itertools.combinations(values, strength))
 
-    Greedy: the row with most combinations that are still missing comes next; `seed` breaks ties, so that programs differ in
-    which further combinations they meet.
-    """
-    rows = [*rows]
-    random.Random(seed).shuffle(rows)
-    names = [field.name for field in dataclasses.fields(Setting)]
-    held = {
-        row: {
-            (chosen, tuple(getattr(row, name) for name in chosen)) for chosen in itertools.combinations(names, strength)
-        }
-        for row in rows
-    }
-    missing = set().union(*held.values()) if held else set()
-    chosen = []
+
+@functools.cache
+def everyday(row: Setting, strength: int) -> frozenset[Any]:
+    """Return those of values that every program goes with."""
+    found = combinations(row, strength)
+    return frozenset(some for some in found if all(value in EVERYDAY[name] for name, value in some))
+
+
+def _greedy(held: Mapping[Setting, Set[Any]], also: Mapping[Setting, Set[Any]] | None = None) -> list[Setting]:
+    """Return rows that together hold all that any row holds: next comes the one that adds most, of that or else of `also`."""
+    missing: set[Any] = set().union(*held.values())
+    chosen: list[Setting] = []
     while missing:
-        best = max(rows, key=lambda row: len(held[row] & missing))
+        met = set().union(*(also[row] for row in chosen)) if also else set()
+        best = max(held, key=lambda row: (len(held[row] & missing), len(also[row] - met) if also else 0))
         chosen.append(best)
         missing -= held[best]
+    return chosen
+
+
+def _shuffled(rows: Iterable[Setting], seed: str) -> list[Setting]:
+    """In an order of `seed`'s own, so that programs differ in which further combinations they meet."""
+    rows = [*rows]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def covering(rows: Iterable[Setting], strength: int, seed: str) -> list[Setting]:
+    """Return rows that together hold every combination of `strength` values (2: every pair) that any of `rows` holds."""
+    return _greedy({row: combinations(row, strength) for row in _shuffled(rows, seed)})
+
+
+def essentials(row: Setting) -> set[Any]:
+    """Return what each program meets in the default run, as far as this row holds it."""
+    values = {(name, getattr(row, name)) for name in ("ranks", "precision", "replicas", "wire", "deferred", "debug")}
+    tiers = {tier for tier in (row.optimizer_tier, row.params_tier) if tier != "none"}
+    is_released = row.stage == 3 and row.ranks > row.replicas and not tiers and not row.kept
+    return values | tiers | ({"released"} if is_released else set()) | ({"stays"} if row.stage in (1, 2) else set())
+
+
+def shared(wanted: Mapping[str, Mapping[Setting, Set[Any]]]) -> dict[str, list[Setting]]:
+    """Return rows by program, for programs of one theme.
+
+    Args:
+        wanted: by program, its valid rows with what each of them holds of what that program has to meet. Beside it, the
+            programs share every pair of everyday values that any of their rows holds; fewer than five, every value.
+    """
+    strength = 2 if len(wanted) >= 5 else 1
+    missing: set[Any] = set().union(*(everyday(row, strength) for rows in wanted.values() for row in rows))
+    chosen: dict[str, list[Setting]] = {}
+    for name, rows in wanted.items():
+        held = {row: rows[row] for row in _shuffled(rows, name)}
+        chosen[name] = _greedy(held, {row: everyday(row, strength) & missing for row in rows})
+        missing -= set().union(*(everyday(row, strength) for row in chosen[name]))
+    while missing:
+        name, row = max(
+            ((name, row) for name, rows in wanted.items() for row in rows),
+            key=lambda each: (len(everyday(each[1], strength) & missing), -len(chosen[each[0]])),
+        )
+        chosen[name].append(row)
+        missing -= everyday(row, strength)
     return chosen

@@ -35,7 +35,7 @@ def check(pools: dict[int, RankPool], name: str, strength: int | None = None) ->
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(pools: dict[int, RankPool], name: str, pytestconfig: pytest.Config) -> None:
-    """Rows that together hold every value; with `--pairs`, every pair of values."""
+    """Rows that hold every pair of values in a theme; with `--pairs`, in each program."""
     if wrong := check(pools, name, 2 if pytestconfig.getoption("--pairs") else None):
         pytest.fail("\n".join(wrong), pytrace=False)
 

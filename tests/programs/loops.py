@@ -55,22 +55,22 @@ def _labelled(run: Run, model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-@program(strength=2)
+@program
 def bert_with_a_frozen_layer(run: Run) -> None:
     _labelled(run, run.build(bert))
 
 
-@program(strength=2)
+@program
 def t5_shared_embedding(run: Run) -> None:
     _labelled(run, run.build(t5))
 
 
-@program(strength=2)
+@program
 def llama_grouped_heads(run: Run) -> None:
     _labelled(run, run.build(llama))
 
 
-@program(strength=2, reference="average")
+@program(reference="average")
 def two_forwards_one_backward(run: Run) -> None:
     model = run.build(lambda: LanguageModel(root=True))
     optimizer = sgd(model)
@@ -82,7 +82,7 @@ def two_forwards_one_backward(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program(strength=2, more={"debug": (False, True)})
+@program(more={"debug": (False, True)})
 def clip_by_value(run: Run) -> None:
     model = run.build(mlp)
     optimizer = sgd(model)
@@ -94,7 +94,7 @@ def clip_by_value(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program(strength=2)
+@program
 def clip_by_torch(run: Run) -> None:
     model = run.build(lambda: LanguageModel(tied=True))
     optimizer = sgd(model)
@@ -107,7 +107,7 @@ def clip_by_torch(run: Run) -> None:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
-@program(strength=2)
+@program
 def evaluates_between_steps(run: Run) -> None:
     model = run.build(mlp)
     optimizer = sgd(model)
