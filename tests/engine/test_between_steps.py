@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.comm.group_wire import PairWire
 from hf_zero.comm.inflight import Inflight
+from tests.kit.rows import each_value
 from tests.programs.sequences import Adapted, partly_frozen
 
 pytestmark = pytest.mark.gloo
@@ -65,11 +66,12 @@ def written_early(rank: int, world: int, settings: dict[str, Any], dtype: str) -
     return seen
 
 
-@pytest.mark.parametrize("dtype", ["no", "bf16"])
 @pytest.mark.parametrize(
-    "settings",
-    [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_params": "cpu", "offload_optimizer": "cpu"}],
-    ids=["1", "2", "3", "3-cpu"],
+    ("settings", "dtype"),
+    each_value(
+        [{"stage": 1}, {"stage": 2}, {"stage": 3, "offload_params": "cpu", "offload_optimizer": "cpu"}, {"stage": 3}],
+        ["no", "bf16"],
+    ),
 )
 def test_what_a_program_may_write_is_no_longer_sent(two, settings, dtype):
     """Else a peer that is late would get what was written to it in the meantime (SAM, noise, `p.data.mul_`)."""

@@ -19,6 +19,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine import shard
 from hf_zero.errors import ConfigError, LayoutError, StateError
 from tests.kit.pool import RankPool
+from tests.kit.rows import each_value
 
 WIDTH, WORDS = 32, 50
 
@@ -99,9 +100,7 @@ def against_ddp(rank: int, world: int, name: str, stage: int, precision: str, ac
     return apart, max((one - other).detach().abs().max().item() for one, other in pairs)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("stage", "precision", "name"), each_value([0, 1, 2, 3], ["no", "bf16"], MODELS))
 def test_equals_ddp(two: RankPool, name: str, stage: int, precision: str) -> None:
     for apart, weights in two.run(against_ddp, name, stage, precision, 1):
         assert (apart, weights) == (0.0, 0.0)
@@ -283,14 +282,13 @@ SAME_UNITS = "another_block_left_out_on_each_rank", 3
 
 
 @pytest.mark.parametrize(
-    ("loop", "stage"), [(loop, stage) for loop in LOOPS for stage in (1, 2, 3) if (loop, stage) != SAME_UNITS]
+    ("loop", "stage"), [each for each in each_value(LOOPS, (3, 2, 1)) if each.values != SAME_UNITS]
 )
 def test_loops_equal_averages(two: RankPool, loop: str, stage: int) -> None:
     assert max(two.run(against_averages, loop, "plain", {"stage": stage})) <= 2e-7
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("how", HOWS[1:])
+@pytest.mark.parametrize(("how", "stage"), each_value(HOWS[1:], [3, 1]))
 def test_models_equal_averages(two: RankPool, how: str, stage: int) -> None:
     assert max(two.run(against_averages, "heads_in_turn", how, {"stage": stage})) == 0.0
 

@@ -22,6 +22,7 @@ from tests.kit.common import gpt2
 from tests.kit.injection import fails, instead
 from tests.kit.offloading import SMALL
 from tests.kit.pool import RankPool
+from tests.kit.rows import each_value
 
 ELSEWHERE = [("cpu", "none"), ("disk", "none"), ("cpu", "cpu"), ("disk", "disk"), ("cpu", "disk"), ("none", "cpu")]
 """Tiers of optimizer and parameters."""
@@ -128,14 +129,14 @@ def compare(
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    ("stage", "dtype", "name"), [(1, "no", "amsgrad"), (2, "bf16", "adamw"), (3, "no", "adamw"), (3, "bf16", "sgd")]
+    ("case", "world"),
+    each_value([(1, "no", "amsgrad"), (2, "bf16", "adamw"), (3, "bf16", "sgd"), (3, "no", "adamw")], [1, 2]),
 )
 def test_same_bits_as_without_offload(
-    pools: dict[int, RankPool], tmp_path: Any, world: int, stage: int, dtype: str, name: str
+    pools: dict[int, RankPool], tmp_path: Any, case: tuple[int, str, str], world: int
 ) -> None:
-    found = pools[world].run(compare, str(tmp_path), stage, dtype, name)
+    found = pools[world].run(compare, str(tmp_path), *case)
     assert found == [[]] * world
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
+from tests.kit.rows import each_value
 from tests.regressions.test_loss_scaler import Spectral
 
 pytestmark = pytest.mark.gloo
@@ -114,14 +115,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("case", "stage"), each_value(CASES, [3, 1, 2, 0]))
 def test_complex_parameters(two, stage, case, tmp_path):
     two.run(trained, {**CASES[case], "stage": stage}, str(tmp_path), timeout_s=30)
 
 
-@pytest.mark.parametrize("tier", ["cpu", "disk"])
-@pytest.mark.parametrize("case", ["adam", "whole", "bf16"])
+@pytest.mark.parametrize(("case", "tier"), each_value(["adam", "whole", "bf16"], ["cpu", "disk"]))
 def test_complex_parameters_offloaded(two, case, tier, tmp_path):
     two.run(trained, {**CASES[case], "stage": 2, "tier": tier}, str(tmp_path), timeout_s=30)
 

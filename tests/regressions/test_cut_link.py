@@ -134,6 +134,7 @@ OTHER_PLACES = [
 ]
 
 
+@pytest.mark.slow
 def test_both_sides_raise_and_a_restart_resumes(link: Link, tmp_path: Path) -> None:
     """The link goes down where ranks are in forward, in backward, …; afterwards all resume over the link that is up again."""
     out = tmp_path / "out"

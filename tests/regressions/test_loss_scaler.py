@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
+from tests.kit.rows import each_value
 from tests.optimizers import EachParameter
 
 pytestmark = pytest.mark.gloo
@@ -153,18 +154,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "bf16 clipped": {"bf16": True, "explicit": True, "clip": "torch"},
 }
+OFFLOADED = ("float32", "two unscaled", "fused", "whole matrices", "whole matrices, bf16", "bf16")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("way", "stage"), each_value(WAYS, [0, 1, 2, 3]))
 def test_steps_and_scales_are_those_of_ddp(two, stage, way, tmp_path):
     first, second = two.run(same, {**WAYS[way], "stage": stage}, str(tmp_path), timeout_s=30)
     assert str(first) == str(second)
 
 
-@pytest.mark.parametrize("tier", ["cpu", "disk"])
-@pytest.mark.parametrize("way", ["float32", "two unscaled", "fused", "whole matrices", "whole matrices, bf16", "bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("way", "tier", "stage"), each_value(OFFLOADED, ["cpu", "disk"], [1, 3]))
 def test_steps_and_scales_offloaded(two, stage, way, tier, tmp_path):
     case = {**WAYS[way], "stage": stage, "tier": tier, "params": tier if stage == 3 else "none"}
     first, second = two.run(same, case, str(tmp_path), timeout_s=30)

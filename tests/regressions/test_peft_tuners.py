@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hf_zero as zero
 from tests.kit.pool import RankPool
+from tests.kit.rows import each_value
 
 pytestmark = [pytest.mark.gloo, pytest.mark.filterwarnings("ignore")]
 WIDTH, VOCAB = 16, 11
@@ -142,8 +143,7 @@ def trains(
     torch.testing.assert_close(loss, loss_of(plain, rank, 8), rtol=0, atol=10 * atol)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", TUNERS)
+@pytest.mark.parametrize(("name", "stage"), each_value(TUNERS, [1, 3]))
 def test_tuners_train_as_data_parallel(two: RankPool, tmp_path: Path, name: str, stage: int) -> None:
     two.run(trains, name, {"stage": stage}, str(tmp_path / "saved"))
 

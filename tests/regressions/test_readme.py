@@ -46,7 +46,7 @@ def test_the_files_are_three() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_trains_what_ddp_trains(name: str, tmp_path: Path) -> None:
     number = str(FILES[name])
-    results = launch("readme_job", tmp_path / "ours", str(README), number, warm=False)
+    results = launch("readme_job", tmp_path / "ours", str(README), number)
     plain = launch("readme_job", tmp_path / "ddp", str(README), number, "--ddp")
     assert results("run") == {"ranks": 2, "stage": STAGES[name]}, results.output
     assert plain("run") == {"ranks": 2, "stage": None}

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
 from tests.kit.pool import RankPool
+from tests.kit.rows import each_value
 
 pytestmark = pytest.mark.gloo
 WIDTH = 8
@@ -138,21 +139,20 @@ def trains(
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("kind", ["around", "between", "mutual", "shared"])
+@pytest.mark.parametrize(
+    ("kind", "reentrant", "outer"),
+    each_value(["around", "between", "mutual", "shared"], [None, False, True], [False, True]),
+)
 def test_a_module_calls_itself(two: RankPool, kind: str, reentrant: bool | None, outer: bool) -> None:
     two.run(trains, Model, (kind, reentrant, outer), {"stage": 3})
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(("reentrant", "times"), each_value([None, False, True], [1, 2]))
 def test_the_model_calls_itself(two: RankPool, reentrant: bool | None, times: int) -> None:
     two.run(trains, Root, (reentrant, times), {"stage": 3})
 
 
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "offload"), each_value([1, 2, 3], ["cpu", "disk"]))
 def test_the_model_calls_itself_at_other_stages_and_tiers(two: RankPool, stage: int, offload: str) -> None:
     config = {"stage": stage, "offload_optimizer": offload, "offload_params": offload if stage == 3 else "none"}
     two.run(trains, Root, (False, 1), config)
