@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hf_zero as zero
-from hf_zero.checkpoint.folder import verify
+from hf_zero import verify
 from hf_zero.config import parse_bytes
 from tests.conformance.checkpoint import same
 from tests.conformance.test_checkpoints import Zoo, optimizer_of

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hf_zero as zero
+from hf_zero import verify
 from hf_zero.checkpoint.files import MAX_JSON_BYTES, inside, open_plain, read_json
-from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from hf_zero.checkpoint.safetensors import read_header
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from hf_zero import CheckpointError, verify
 from hf_zero.checkpoint.files import MAX_JSON_BYTES
-from hf_zero.checkpoint.folder import verify
 from hf_zero.checkpoint.manifest import MANIFEST, FileDigest, Manifest, digest_of
-from hf_zero.errors import CheckpointError
 
 FILES = {
     "model.safetensors": 3000,

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from hf_zero import CheckpointError
 from hf_zero.checkpoint.safetensors import (
     MAX_HEADER_BYTES,
     build_header,
     read_header,
 )
 from hf_zero.core.layout import itemsize
-from hf_zero.errors import CheckpointError
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64",

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.checkpoint.folder import OCCUPIED, Occupancy, Staging, remove_left_overs, verify
+from hf_zero import CheckpointError, verify
+from hf_zero.checkpoint.folder import OCCUPIED, Occupancy, Staging, remove_left_overs
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
-from hf_zero.errors import CheckpointError
 from tests.kit.injection import Forked, calls, fail_at, kill_at
 
 OLD = [

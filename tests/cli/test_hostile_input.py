@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hf_zero as zero
+from hf_zero import ConfigError
 from hf_zero.cli.files import read_settings
 from hf_zero.cli.main import main
 from hf_zero.cli.migrate import migrate
-from hf_zero.errors import ConfigError
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 BOMB = "a: &a [x, x]\n" + "".join(

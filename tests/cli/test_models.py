@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_zero import ConfigError
 from hf_zero.cli.models import count_of, find_model
 from hf_zero.core.precision import Precision
-from hf_zero.errors import ConfigError
 from tests.kit.common import gpt2
 
 FP32 = Precision.of("no", None)

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.config import ZeroConfig
+from hf_zero import RankMismatchError, StateError, ZeroConfig, shard
 from hf_zero.engine.engine import Engine
-from hf_zero.errors import RankMismatchError, StateError
-from hf_zero.params.shard import shard
 from tests.kit.pool import RankPool
 
 WIDTH = 16

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.config import ZeroConfig
-from hf_zero.params.shard import shard
+from hf_zero import ZeroConfig, shard
 from tests.kit.pool import RankPool
 from tests.models import gpt2, ids
 

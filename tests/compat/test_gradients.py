@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.config import ZeroConfig
+from hf_zero import ZeroConfig, shard
 from hf_zero.engine import Engine
-from hf_zero.params.shard import shard
 from tests.kit.pool import RankPool
 from tests.models import Odd, inputs, mlp
 

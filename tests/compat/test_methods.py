@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, LayoutError, StateError
-from hf_zero.params.shard import shard
+from hf_zero import ConfigError, LayoutError, StateError, ZeroConfig, shard
 from tests.kit.pool import RankPool
 from tests.models import gpt2, ids
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.config import ZeroConfig
+from hf_zero import StateError, ZeroConfig, shard
 from hf_zero.engine.unit import State
-from hf_zero.errors import StateError
-from hf_zero.params.shard import shard
 from tests.kit.pool import RankPool
 
 WIDTH = 16

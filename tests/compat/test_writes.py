@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero import ZeroConfig
 from hf_zero.compat.on_demand import OnDemand
 from hf_zero.compat.writes import Writes
-from hf_zero.config import ZeroConfig
 from hf_zero.engine import Engine, shard
 from hf_zero.engine.build import full_values
 from tests.kit.pool import RankPool

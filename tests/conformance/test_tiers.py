@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_zero import StateError
 from hf_zero.comm.inflight import Inflight
-from hf_zero.errors import StateError
 from hf_zero.tiers.array import DiskArray
 from hf_zero.tiers.disk import Disk
 from hf_zero.tiers.host import Link

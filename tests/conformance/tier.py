@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_zero import TierError
 from hf_zero.comm.inflight import Inflight
-from hf_zero.errors import TierError
 
 PAGE = 4096
 DTYPES = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.errors import ConfigError
+from hf_zero import ConfigError
 from hf_zero.tiers.tier import Tier
 from tests.kit.common import gpt2, loss_of, optimizer_for
 from tests.kit.offloading import SMALL_ROADS, equal, values

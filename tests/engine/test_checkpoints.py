@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.config import ZeroConfig
+from hf_zero import CheckpointError, StateError, ZeroConfig
 from hf_zero.engine import shard
 from hf_zero.engine.build import full_values
-from hf_zero.errors import CheckpointError, StateError
 from tests.kit.golden.make import GOLDEN, optimizer_of, plain
 from tests.kit.golden.make import build as golden_model
 

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from hf_zero.config import ZeroConfig
+from hf_zero import ConfigError, LayoutError, StateError, ZeroConfig
 from hf_zero.engine import shard
-from hf_zero.errors import ConfigError, LayoutError, StateError
 from tests.kit.pool import RankPool
 from tests.kit.rows import each_value
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.config import ZeroConfig
+from hf_zero import ConfigError, StateError, TierError, ZeroConfig, ZeroError
 from hf_zero.engine import shard
-from hf_zero.errors import ConfigError, StateError, TierError, ZeroError
 from hf_zero.tiers.array import OnDisk
 from hf_zero.tiers.host import Link
 from hf_zero.tiers.pool import Storage

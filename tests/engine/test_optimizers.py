@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.config import ZeroConfig
+from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import shard
 from hf_zero.engine.engine import Engine
-from hf_zero.errors import ConfigError, LayoutError, StateError, UnsupportedOptimizerError
-from hf_zero.optimizers.kinds import Kind, kind_of, register_optimizer
+from hf_zero.optimizers.kinds import Kind, kind_of
 from tests import optimizers as own
 
 

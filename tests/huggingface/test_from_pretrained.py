@@ -13,11 +13,10 @@ import transformers
 from torch import Tensor
 
 import hf_zero as zero
+from hf_zero import ConfigError, Init, LayoutError, ZeroError
 from hf_zero.checkpoint.safetensors import read_header
-from hf_zero.errors import ConfigError, LayoutError, ZeroError
 from hf_zero.params.deferred import deferred_of as birth_of
 from hf_zero.params.deferred import slice_bounds
-from hf_zero.params.init import Init
 from tests.huggingface.test_weights import FAMILIES, build
 from tests.kit.pool import RankPool
 

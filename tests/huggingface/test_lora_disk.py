@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero import engine_of
 from hf_zero.checkpoint.safetensors import read_header
 from hf_zero.checkpoint.weights import persistent_buffers
 from hf_zero.params.deferred import deferred_of as birth_of
-from hf_zero.params.engine import engine_of
 from hf_zero.tiers.array import OnDisk
 from tests.huggingface.test_from_pretrained import differences, edit
 from tests.huggingface.test_weights import FAMILIES, build

@@ -12,8 +12,9 @@ import transformers
 from torch import nn
 
 import hf_zero as zero
+from hf_zero import ZeroConfig
 from hf_zero.cli.plan import paper_states_bytes
-from hf_zero.config import STAGES, ZeroConfig
+from hf_zero.config import STAGES
 from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.core.precision import Precision
 from hf_zero.plan.costs import TIERS, Placement

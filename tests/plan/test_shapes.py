@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from hf_zero import ZeroConfig
 from hf_zero.cli.models import find_model
-from hf_zero.config import ZeroConfig
 from hf_zero.core.precision import Precision
 from hf_zero.plan.configs import CONFIGS
 from hf_zero.plan.machine import Machine

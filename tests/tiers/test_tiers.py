@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.errors import StateError, TierError
+from hf_zero import StateError, TierError
 from hf_zero.tiers.array import FileSource, OnDisk
 from hf_zero.tiers.disk import Disk, Region, file_system
 from hf_zero.tiers.host import Link, pages
