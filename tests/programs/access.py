@@ -20,6 +20,7 @@ from tests.programs.accessors import (
     set_full_optimizer_state,
     set_full_parameter,
 )
+from tests.programs.clearing import Spectral
 from tests.programs.usual import is_sharded, see_weights, without_memory
 
 RANKS = {"ranks": (1, 2, 3)}
@@ -208,3 +209,69 @@ def local_parts(run: Run) -> None:
             run.see(run.optimizer.state[param]["exp_avg"], f"state of {name}")
         see_parts(name, param, None if run.is_plain else zero.local_parameter(param))
         see_parts(f"state of {name}", param, None if run.is_plain else zero.local_optimizer_state(param, "exp_avg"))
+
+
+# Gradients that user code gives to parameters that had none ---------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """Its forward uses one of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(16, 16)
+        self.unused, self.never = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+GIVEN = torch.linspace(-1, 1, 256).view(16, 16)
+
+
+def _set_part(run: Run, param: nn.Parameter) -> None:
+    """Each rank gives the rows that it has; where one rank owns the matrix, all or nothing."""
+    run.sync_gradients()
+    if (engine := run.engine_of(run.model)) is None:
+        param.grad = GIVEN.clone()
+        return
+    counts: list[int] = engine.exchange(zero.local_parameter(param).numel())
+    start = sum(counts[: run.rank]) % GIVEN.numel()
+    zero.set_local_gradient(param, GIVEN.view(-1)[start : start + counts[run.rank]])
+
+
+def _given(run: Run, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    model = run.trained_model(Partly, optimizer)
+    for step in range(6):
+        if step < 4:
+            run.loss(step).backward()
+        if step == 3:
+            for param in model.parameters():
+                param.grad = None
+        if step in (0, 3):
+            set_full_gradient(run, model.unused.weight, GIVEN.clone())
+        elif step in (2, 4):
+            _set_part(run, model.unused.weight)
+        run.see([param.grad is not None for param in model.parameters()], "which have gradients")
+        for param in model.parameters():
+            run.see(full_gradient(run, param), "gradient")
+        left = [param.grad for param in model.parameters() if param.grad is not None]
+        if left:
+            run.see(nn.utils.get_total_norm(left), "norm")
+            run.clip_grad_norm_(model, float("inf"))
+        run.update()
+        see_weights(run, model)
+
+
+GIVES: dict[str, Any] = {"reference": "average", "only": {"precision": ("fp32",), "replicas": (1,)}}
+
+
+@program(**GIVES)
+def gradients_given_to_parameters_without_any(run: Run) -> None:
+    """The next step uses them; alone, too."""
+    _given(run, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, eps=1e-3))
+
+
+@program(**GIVES)
+def full_matrices_given_gradients(run: Run) -> None:
+    _given(run, lambda model: Spectral(model.parameters(), lr=0.1))

@@ -42,6 +42,8 @@ PLACES: dict[str, dict[str, Any]] = {
 WAYS = [
     (2, "3", 3, "1"), (4, "1", 1, "2"), (1, "2", 4, "3"), (3, "2", 2, "0"), (2, "host", 3, "disk"), (2, "disk", 1, "host")
 ]  # fmt: skip
+DEFAULT = (WAYS[0], WAYS[3], WAYS[4])
+"""tests/conformance/test_checkpoints.py has other optimizers on every number of ranks."""
 
 
 def sharded(kind: str, place: str, folder: str, is_deferred: bool = False) -> tuple[Any, Any, zero.Engine]:
@@ -94,7 +96,10 @@ def read(rank: int, world: int, place: str, folder: str, wanted: dict[str, Any])
     return wrong
 
 
-@pytest.mark.parametrize(("writers", "place", "readers", "other"), WAYS)
+@pytest.mark.parametrize(
+    ("writers", "place", "readers", "other"),
+    [way if way in DEFAULT else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS],
+)
 def test_loaded_elsewhere(pools, tmp_path, writers, place, readers, other):
     wanted = pools[writers].run(write, place, str(tmp_path))[0]
     for kind in KINDS:
