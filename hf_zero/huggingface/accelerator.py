@@ -30,10 +30,12 @@ from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
 from ..params.shard import shard
 from ..plan.machine import Machine, kept
+from ..sequence.parallel import SequenceParallel
 from .accelerator_state import ZeroStateMixin
 from .arguments import check_counts
 from .checkpoints import bare_optimizer
-from .stock import AcceleratorBase, replaced
+from .sequences import SharesSamples
+from .stock import replaced
 
 
 def adopt_calling_trainer() -> bool:
@@ -45,7 +47,7 @@ def adopt_calling_trainer() -> bool:
     return adopt_trainer()
 
 
-class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
+class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
     """Override what a sharded model needs; data, metrics, schedulers and tracking are the stock Accelerator's."""
 
     zero_config: ZeroConfig
@@ -140,6 +142,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, AcceleratorBase):
             on = self.native_amp and (self.autocast_handler is None or self.autocast_handler.enabled)
             precision = str(self.mixed_precision) if on else "no"
             engine = shard(model, mine, config, mixed_precision=precision, machine=probed, device=device)
+            engine.observer(SequenceParallel).automatic = True
         elif engine.config != config:
             raise ConfigError(
                 f"{type(model).__name__} is sharded with {engine.config} already, the Accelerator has {config}: use "

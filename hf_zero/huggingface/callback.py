@@ -158,7 +158,8 @@ class ZeroCallback(TrainerCallback):
                 show(str(engine.report()))
 
     def _start_text(self, engine: Engine, args: TrainingArguments, state: TrainerState, trainer: Any) -> str:
-        batch = f"{args.per_device_train_batch_size} rows per rank"
+        sharers = "rank" if engine.config.sp_size == 1 else f"group of {engine.config.sp_size} ranks"
+        batch = f"{args.per_device_train_batch_size} rows per {sharers}"
         if args.gradient_accumulation_steps > 1:
             batch += f", {args.gradient_accumulation_steps} times per step"
         about = {"precision": engine.precision.short, "training": f"{state.max_steps:,} steps of {batch}"}

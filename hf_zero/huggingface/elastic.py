@@ -72,8 +72,9 @@ class Batches:
 
 
 def _sharers(args: Any) -> int:
-    """Return the number of batches of `per_device_train_batch_size` at a time: 1 with `split_batches`, else one per rank."""
-    return 1 if args.accelerator_config.split_batches else args.world_size
+    """Return the batches of `per_device_train_batch_size` at a time: 1 with `split_batches`, else one per rank (or group)."""
+    groups: int = args.world_size // getattr(args.parallelism_config, "sp_size", 1)
+    return 1 if args.accelerator_config.split_batches else groups
 
 
 def share_out(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int]:

@@ -60,13 +60,14 @@ from .checkpoints import (
 )
 from .elastic import LATEST, KeepsBatches
 from .push import Pushes, check_kind
+from .sequences import DividesSequences
 from .stock import TrainerBase, put_in_front, replaced, show
 
 # Before 5.23, `Trainer.save_model` calls `_save` on the writing rank only.
 _WRITER_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
-class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, Pushes, TrainerBase):
+class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, DividesSequences, Pushes, TrainerBase):
     """Override what a sharded model needs: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: call `save_model` on every rank, as the stock Trainer's documentation asks for

@@ -26,12 +26,13 @@ class SequenceParallel(Observer):
 
     Attributes:
         automatic: divide what a prepared loader gives a forward in training.
+        was_divided: whether the last forward was.
     """
 
     def __init__(self, config: ZeroConfig) -> None:
         self._config = config
         self.size = config.sp_size
-        self.automatic = False
+        self.automatic = self.was_divided = False
         self._configs: list[Any] = []
         self._handles: list[Any] = []
         self._depth = 0
@@ -148,6 +149,7 @@ class SequenceParallel(Observer):
         if self._depth > 1:
             return None
         self._part = self._items = None
+        self.was_divided = False
         part = part_of(kwargs)
         if part is None:
             if not (self.size > 1 and module.training and torch.is_grad_enabled()):
@@ -170,6 +172,7 @@ class SequenceParallel(Observer):
                 f"sp_size={self.size}. Leave them out"
             )
         self._part = self._attention.active = part
+        self.was_divided = True
         self._attention.calls = 0
         return args, kwargs
 

@@ -1,0 +1,135 @@
+"""`sp_size` in a Trainer and in a prepared DataLoader: ranks of a group get the same samples, and the engine divides them.
+
+Evaluation and prediction run on whole samples. In a Trainer, their loaders give each rank samples of its own, as without
+`sp_size`. An Accelerator cannot tell its loaders apart: ranks of a group evaluate the same samples, which
+`gather_for_metrics` returns once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ..config import ZeroConfig
+from ..errors import ConfigError
+from ..params.engine import Engine, engine_of
+from ..sequence.parallel import SequenceParallel
+from .stock import AcceleratorBase, TrainerBase, replaced
+
+
+class SharesSamples(AcceleratorBase):
+    """An Accelerator whose loaders give all ranks of a group the same samples."""
+
+    zero_config: ZeroConfig
+    _zero_sharing = False
+    """While a loader is prepared: groups of ranks count as one process."""
+    _zero_own_samples = False
+    """While a Trainer prepares a loader for evaluation."""
+
+    @property
+    def num_processes(self) -> int:
+        return super().num_processes // (self.zero_config.sp_size if self._zero_sharing else 1)
+
+    @property
+    def process_index(self) -> int:
+        return super().process_index // (self.zero_config.sp_size if self._zero_sharing else 1)
+
+    @property
+    def _zero_shared_loaders(self) -> WeakSet[Any]:
+        return self.__dict__.setdefault("_zero_shared", WeakSet())
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.zero_config.sp_size == 1 or self._zero_own_samples:
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self.dispatch_batches:
+            raise ConfigError(
+                f"dispatch_batches=True reads batches on rank 0 for all ranks, and sp_size={self.zero_config.sp_size} gives "
+                "ranks of a group the same ones. Set it to False"
+            )
+        with replaced([(self, "_zero_sharing", True), (self.dataloader_config, "dispatch_batches", False)]):
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        self._zero_shared_loaders.add(prepared)
+        return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather as accelerate does; results of whole samples once per group. Those of divided forwards are of every rank."""
+        parallels = [
+            each.observer(SequenceParallel) for model in self._models if (each := engine_of(model)) is not None
+        ]
+        shared = self.gradient_state.active_dataloader in self._zero_shared_loaders
+        if not shared or any(each.was_divided for each in parallels):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        size = self.zero_config.sp_size
+        if use_gather_object:
+            raise ConfigError(
+                f"gather_for_metrics(use_gather_object=True) cannot tell which objects sp_size={size} ranks of a group have in "
+                "common. Gather tensors"
+            )
+        stock = self.gather
+
+        def gather(tensor: Any) -> Any:
+            return _every(stock(tensor), size, self.num_processes)
+
+        with replaced([(self, "gather", gather)]):
+            return super().gather_for_metrics(input_data)
+
+
+def _every(data: Any, size: int, ranks: int) -> Any:
+    """Return gathered tensors with the rows of the first rank of each group."""
+    if isinstance(data, Tensor):
+        return torch.cat(data.chunk(ranks)[::size])
+    if isinstance(data, (list, tuple)):
+        return type(data)(_every(each, size, ranks) for each in data)
+    return type(data)({name: _every(each, size, ranks) for name, each in data.items()})
+
+
+class DividesSequences(TrainerBase):
+    """A Trainer that trains on parts of samples and counts whole ones."""
+
+    model: Any
+
+    @property
+    def _zero_sp_size(self) -> int:
+        size: int = self.accelerator.zero_config.sp_size
+        return size
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced([(self.accelerator, "_zero_own_samples", not kwargs.get("is_training", False))]):
+            return super()._get_dataloader(*args, **kwargs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Prepare as the stock Trainer does; in training, return this rank's part of the group's batch."""
+        inputs = super()._prepare_inputs(inputs)
+        engine: Engine | None = engine_of(self.model)
+        if engine is None or self._zero_sp_size == 1 or not (self.model.training and torch.is_grad_enabled()):
+            return inputs
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ConfigError(
+                "label_smoothing_factor and compute_loss_func compute a loss outside of the model, which "
+                f"sp_size={self._zero_sp_size} cannot weigh by the tokens of all ranks. Leave them out"
+            )
+        return engine.local_sequence(inputs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as the stock Trainer does, which counts labels as if ranks of a group had the same samples here, too."""
+        with replaced([(self, "get_sp_size", lambda: 1)]):
+            return super().prediction_step(*args, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> Any:
+        """Compute the stock Trainer's values. It expects DeepSpeed's loader, which yields each batch once per rank."""
+        total = self.get_total_train_batch_size(args)
+        stock = super().set_initial_training_values
+        with replaced([(self, "get_sp_size", lambda: 1), (self, "get_total_train_batch_size", lambda args: total)]):
+            return stock(args, dataloader, *others)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._zero_sp_size
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return this rank's share of a batch's operations."""
+        return int(super().floating_point_ops(inputs)) // self._zero_sp_size
