@@ -16,7 +16,10 @@ from ..engine.observer import Observer
 from ..errors import ConfigError, RankMismatchError, StateError
 from .attention import SequenceAttention, check_model
 from .exchange import SequenceGroup
-from .parts import Mean, Part, divide, part_of, share_of
+from .parts import IGNORED, Mean, Part, divide, part_of, share_of
+
+PROBED_TOKENS = 4
+"""Tokens per rank of the comparison in the first forward."""
 
 
 class SequenceParallel(Observer):
@@ -38,6 +41,8 @@ class SequenceParallel(Observer):
         self._depth = 0
         self._part: Part | None = None
         self._items: Any = None
+        self._head: dict[str, Any] | None = None
+        """A few tokens of the first batch, until the first forward has compared divided and undivided."""
         self._compared = self.size == 1
 
     def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -78,8 +83,6 @@ class SequenceParallel(Observer):
             raise StateError("local_sequence got what local_sequence returned. Pass the group's whole batch, once")
         self._hook()
         named = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
-        if not self._compared or self._config.debug:
-            self._compare(named)
         local, part = divide(
             named,
             self.size,
@@ -88,6 +91,10 @@ class SequenceParallel(Observer):
             default_positions=self._default_positions,
             packed_of=_packed_of,
         )
+        if not self._compared:
+            self._compare(named, _window(named, PROBED_TOKENS * self.size))
+        elif self._config.debug and self.size > 1:
+            self._compare(named, None)
         wire = self._engine.wire
         if num_items_in_batch is not None:
             part.total = num_items_in_batch
@@ -114,8 +121,12 @@ class SequenceParallel(Observer):
                 return found
         return None
 
-    def _compare(self, batch: Mapping[str, Any]) -> None:
-        """Refuse a batch that the ranks of a group do not share. Bytes are compared, once: on a GPU that is a wait."""
+    def _compare(self, batch: Mapping[str, Any], head: dict[str, Any] | None) -> None:
+        """Refuse a batch that the ranks of a group do not share. Bytes are compared, once: on a GPU that is a wait.
+
+        Args:
+            head: what the first forward compares, if all groups have enough tokens.
+        """
         tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
         mine = {
             name: (
@@ -124,7 +135,9 @@ class SequenceParallel(Observer):
             )
             for name, each in tensors.items()
         }
-        everyone = self._group.wire.exchange(mine)
+        answers = self._engine.wire.exchange((mine, head is not None))
+        first = self._engine.rank - self._group.index
+        everyone = [digests for digests, _ in answers[first : first + self.size]]
         if any(each != everyone[0] for each in everyone):
             names = sorted(
                 {
@@ -138,6 +151,7 @@ class SequenceParallel(Observer):
                 f"the {self.size} ranks of a group divide one batch, and theirs differ in {', '.join(names)}. Give all "
                 f"ranks of a group the same samples: rank r reads those of rank r - r % {self.size}"
             )
+        self._head = head if all(has_head for _, has_head in answers) else None
         self._compared = True
 
     # One forward ------------------------------------------------------------------------------------------------------
@@ -145,36 +159,86 @@ class SequenceParallel(Observer):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if backward_id() >= 0:  # a recomputation: its masks know their part
             return None
-        self._depth += 1
-        if self._depth > 1:
+        if self._depth:
+            self._depth += 1
             return None
-        self._part = self._items = None
-        self.was_divided = False
         part = part_of(kwargs)
+        kwargs = dict(kwargs)
+        items = kwargs.pop("num_items_in_batch", None)
         if part is None:
             if not (self.size > 1 and module.training and torch.is_grad_enabled()):
-                return None
+                self._depth, self.was_divided = 1, False
+                return None  # arguments as they are
             if not self.automatic or module is not self._engine.model or args:
                 raise StateError(
                     f"a forward of {type(module).__name__} trains on whole sequences, with sp_size={self.size}. Call "
                     "model(**engine.local_sequence(batch)), or model(**batch) with the batch of a prepared loader, by name"
                 )
-            kwargs = dict(kwargs)
-            self._items = kwargs.pop("num_items_in_batch", None)
-            kwargs = self.local(kwargs, self._items)
+            kwargs = self.local(kwargs, items)
             part = part_of(kwargs)
-        else:
-            kwargs = dict(kwargs)
-            self._items = kwargs.pop("num_items_in_batch", None)
         if kwargs.get("output_router_logits") or kwargs.get("output_attentions"):
             raise ConfigError(
                 f"output_router_logits and output_attentions are values of one rank's tokens or heads under "
                 f"sp_size={self.size}. Leave them out"
             )
+        if self._head is not None and module is self._engine.model:
+            self._probe()
         self._part = self._attention.active = part
-        self.was_divided = True
+        self._depth, self._items, self.was_divided = 1, items, True
         self._attention.calls = 0
         return args, kwargs
+
+    def _probe(self) -> None:
+        """Refuse a model whose divided forward differs from its whole one, on a few tokens and before the first step.
+
+        It finds what reading the configuration does not: tokens that meet outside of attention, positions that the model
+        counts in a way of its own, losses that are no mean over tokens. A collective.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        head: dict[str, Any] = self._head or {}
+        self._head = None
+        model, index = self._engine.model, self._group.index
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        caching = [config for config in self._configs if getattr(config, "use_cache", False)]
+        for config in caching:  # with a cache, transformers does not look for packed rows
+            config.use_cache = False
+        try:
+            with torch.no_grad():
+                whole, mine = model(**head), model(**self.local(head))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for config in caching:
+                config.use_cache = True
+        worst = torch.zeros(1, device=getattr(self._engine.wire, "device", None))
+        for name in ("logits", "last_hidden_state", "loss"):
+            wanted, found = (out.get(name) if isinstance(out, Mapping) else None for out in (whole, mine))
+            if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
+                continue
+            if name == "loss":  # the mean over the labels of all groups
+                labels = head["labels"][:, 1:] if self._shifts else head["labels"]
+                both = torch.stack([(labels >= 0).sum().to(wanted), wanted * (labels >= 0).sum()]).to(worst.device)
+                count, total = self._engine.wire.sum_scalar(both)
+                wanted = total / count
+            elif "attention_mask" in head and wanted.shape[1] == found.shape[1] * self.size:
+                real = head["attention_mask"].bool()[..., None]
+                wanted, found = wanted.where(real, 0), found.where(real.chunk(self.size, 1)[index], 0)
+            if name != "loss":
+                wanted = wanted.chunk(self.size, 1)[index]
+            fits = wanted.shape == found.shape
+            scale = wanted.float().norm().clamp(min=1e-6)
+            off = (wanted.float() - found.float()).norm() / scale if fits else torch.inf
+            worst = torch.maximum(worst, torch.nan_to_num(torch.as_tensor(off, device=worst.device), torch.inf))
+        off = float(self._engine.wire.max_scalar(worst))
+        if off > (0.01 if self._engine.precision.autocast_dtype is None else 0.1):
+            raise ConfigError(
+                f"a forward of {type(model).__name__} on {self.size} parts of a sequence differs from one on the whole, by "
+                f"{off:.1%} on a few tokens. Its tokens meet outside of attention, or it counts positions in its own way: pass "
+                "position_ids in the batch, or leave sp_size out"
+            )
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if backward_id() >= 0 or self._depth == 0:
@@ -208,6 +272,27 @@ class SequenceParallel(Observer):
             return (loss, *output[1:])
         output["loss"] = loss
         return output
+
+
+def _window(batch: Mapping[str, Any], most: int) -> dict[str, Any] | None:
+    """Return up to `most` tokens of the row with the most padding, from where padding meets tokens; each has a label."""
+    ids = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(ids, Tensor) or ids.dim() < 2 or ids.shape[1] < most:
+        return None
+    row, first, mask = 0, 0, batch.get("attention_mask")
+    if isinstance(mask, Tensor):
+        row = int(mask.sum(1).argmin())
+        first = min(max(int(mask[row].argmax()) - most // 4, 0), ids.shape[1] - most)
+    found = {
+        name: each[row : row + 1, first : first + most] if isinstance(each, Tensor) and each.dim() > 1 else each
+        for name, each in batch.items()
+    }
+    for name in ("labels", "shift_labels"):
+        if name in found:
+            found[name] = found[name].clamp(min=0)
+            if isinstance(mask, Tensor):
+                found[name] = found[name].where(found["attention_mask"] > 0, IGNORED)
+    return found
 
 
 def _packed_of(position_ids: Tensor) -> Tensor | None:

@@ -32,7 +32,7 @@ def mixtral(**changes: Any) -> nn.Module:
     options = {
         "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 24, "vocab_size": VOCAB, "max_position_embeddings": 64, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": 5,
+        "num_experts_per_tok": 2, "sliding_window": 5, "use_cache": False,
     }  # fmt: skip
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**options, **changes}))
 

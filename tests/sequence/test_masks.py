@@ -1,0 +1,160 @@
+"""Masks, packed rows and adapters equal one process; what cannot be divided ends in a named error at the latest in the
+first forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_zero as zero
+from tests.kit.pool import RankPool
+from tests.models import VOCAB, bert, gpt2, llama, t5
+from tests.sequence.models import batch, mixtral, whole
+from tests.sequence.test_parity import error, made, start
+
+pytestmark = pytest.mark.gloo
+
+
+def adapted() -> nn.Module:
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama(), config)  # type: ignore[arg-type]
+
+
+def given(kind: str) -> dict[str, Any]:
+    """A batch of 2 x 12 tokens with padding on one side, or with several sequences in a row."""
+    made = batch(0, 1, 2, 12)
+    if kind == "packed":
+        made["position_ids"] = torch.tensor([[*range(5), *range(7)], [*range(3), *range(4), *range(5)]])
+    elif kind != "full":
+        made["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
+        made["attention_mask"][1, slice(0, 5) if kind == "left" else slice(8, 12)] = 0
+        made["labels"][made["attention_mask"] == 0] = -100
+    return made
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
+    "llama packed": (llama, {}, "packed", True),
+    "llama packed eager": (llama, {"attn_implementation": "eager"}, "packed", True),
+    "llama left": (llama, {}, "left", True),
+    "gpt2 right eager": (gpt2, {"n_head": 4, "attn_implementation": "eager"}, "right", True),
+    "mixtral packed": (mixtral, {}, "packed", True),
+    "mixtral left": (mixtral, {}, "left", True),
+    "bert right": (bert, {"num_attention_heads": 4}, "right", False),
+    "bert left eager": (bert, {"num_attention_heads": 4, "attn_implementation": "eager"}, "left", False),
+    "llama adapted": (adapted, {}, "full", True),
+}
+
+
+def masked(rank: int, world: int) -> dict[str, float]:
+    found = {}
+    for name, (build, changes, kind, shifts) in CASES.items():
+        reference = made(build, **changes)
+        loss, gradients = whole(reference, [given(kind)], shifts)
+        model: Any = made(build, **changes)
+        engine = start(model, 2)
+        out = model(**engine.local_sequence(given(kind)))
+        out.loss.backward()
+        found[name] = error(model, out.loss.detach(), loss, gradients)
+        with torch.no_grad():  # whole samples, also with our attention in place
+            logits = model(**given(kind)).logits
+            real = given(kind).get("attention_mask", torch.ones(2, 12)).bool()
+            torch.testing.assert_close(logits[real], reference(**given(kind)).logits[real])
+        engine.detach()
+        assert model.config._attn_implementation == reference.config._attn_implementation
+    return found
+
+
+def test_masks(two: RankPool) -> None:
+    for found in two.run(masked):
+        assert {name: value for name, value in found.items() if value > 1e-6} == {}
+
+
+def message(act: Any) -> str:
+    """The named error of `act`, on one rank."""
+    try:
+        act()
+    except zero.ZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": VOCAB}
+
+
+def classifier() -> nn.Module:
+    config = transformers.LlamaConfig(
+        **SMALL, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, pad_token_id=0
+    )
+    return transformers.LlamaForSequenceClassification(config)
+
+
+def mamba() -> nn.Module:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL))
+
+
+class Cumulative(nn.Module):
+    """What a recurrent layer does, and no configuration tells."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    found = {
+        "heads": message(lambda: start(llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=24), 2)),
+        "encoder and decoder": message(lambda: start(t5(), 2)),
+        "recurrent": message(lambda: start(mamba(), 2)),
+        "no transformer": message(lambda: start(nn.Linear(2, 2), 2)),
+        "router": message(lambda: start(mixtral(output_router_logits=True), 2)),
+        "ranks": message(lambda: start(llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=48), 3)),
+    }
+    model: Any = llama()
+    engine = start(model, 2)
+    square = torch.ones(2, 1, 12, 12)
+    mrope = torch.arange(12).expand(3, 2, 12)
+    found |= {
+        "other rows": message(lambda: engine.local_sequence(batch(rank))),
+        "not divided": message(lambda: model(**batch(0))),
+        "4-D mask": message(lambda: engine.local_sequence({**batch(0, 1, 2, 12), "attention_mask": square})),
+        "positions of images": message(lambda: engine.local_sequence({**batch(0, 1, 2, 12), "position_ids": mrope})),
+        "one label per sample": message(lambda: engine.local_sequence({**batch(0), "labels": torch.tensor([0, 1])})),
+        "divided twice": message(lambda: engine.local_sequence(engine.local_sequence(batch(0)))),
+        "attentions": message(lambda: model(**engine.local_sequence(batch(0)), output_attentions=True)),
+    }
+    assert torch.isfinite(model(**engine.local_sequence(batch(0))).loss)  # goes on after refusals
+    engine.detach()
+    model = llama()
+    model.model.layers[0].mlp = Cumulative()
+    engine = start(model, 2)
+    found["tokens meet elsewhere"] = message(lambda: model(**engine.local_sequence(batch(0))))
+    engine.detach()
+    return found
+
+
+def test_refusals(two: RankPool) -> None:
+    first, second = two.run(refused)
+    assert first == second
+    for name, text in {
+        "heads": "ConfigError: sp_size=2 does not divide the 3 attention heads of LlamaForCausalLM. Choose one of 1, 3",
+        "encoder and decoder": "one of the encoder and one of the decoder",
+        "recurrent": "MambaForCausalLM has Conv1d",
+        "no transformer": "found Linear, which is none",
+        "router": "output_router_logits",
+        "ranks": "sp_size=3 does not divide 2 ranks into groups of one size: choose one of 1, 2",
+        "other rows": "RankMismatchError: the 2 ranks of a group divide one batch, and theirs differ in input_ids, labels",
+        "not divided": "StateError: a forward of LlamaForCausalLM trains on whole sequences",
+        "4-D mask": "attention_mask has the shape (2, 1, 12, 12)",
+        "positions of images": "position_ids has the shape (3, 2, 12)",
+        "one label per sample": "leave sp_size out for one label per sample",
+        "divided twice": "StateError: local_sequence got what local_sequence returned",
+        "attentions": "output_attentions",
+        "tokens meet elsewhere": "Its tokens meet outside of attention",
+    }.items():
+        assert text in first[name], name
