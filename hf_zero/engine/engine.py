@@ -371,7 +371,8 @@ class Engine:
     ) -> None:
         """Write a checkpoint that is an ordinary model folder. All ranks write at once; nothing is gathered. A collective.
 
-        It appears as a whole: an older one in `folder` stays until then. `load` reads it at any world size and stage, and so do
+        A new folder appears as a whole. In a folder that has files they are replaced one by one, the manifest last: if the job
+        dies in between, every load refuses that folder. `load` reads a checkpoint at any world size and stage, and so do
         `from_pretrained` and `safetensors.torch.load_file`.
 
         Args:
@@ -381,7 +382,8 @@ class Engine:
                 next `save` or `load`, `wait_for_save` or the exit of the process waits, and raises if it failed on any rank.
 
         Raises:
-            CheckpointError: on every rank; names the rank, the file and the reason. `folder` is as it was.
+            CheckpointError: on every rank; names the rank, the file and the reason, and says where `folder` holds files of both
+                saves. Else it is as it was.
             StateError: an optimizer's step was left half done.
         """
         with self._wire.watch.doing(f"saving to {folder}"):
