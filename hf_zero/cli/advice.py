@@ -1,6 +1,6 @@
-"""What `hf-zero plan` was asked, and what to use: the cheapest settings that fit, what each change saves where none do.
+"""Recommendations of `hf-zero plan`: the cheapest settings that fit, or what each change saves if none fit.
 
-Settings are tried as plans, in the order of what they cost in time: nothing here is a rule of thumb but that order.
+Each setting is planned, in the order of its cost in time. That order is the only rule of thumb.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .commands import PlanOptions, as_flags, as_plugin
 from .models import Model
 
 GPUS = {"24 GB": 24564 << 20, "40 GB": 40960 << 20, "80 GB": 81559 << 20, "141 GB": 143771 << 20}
-"""What nvidia-smi reports as their memory: RTX 4090, A100 40GB, H100, H200."""
+"""Memory that nvidia-smi reports: RTX 4090, A100 40GB, H100, H200."""
 MOST_RANKS = 1 << 14
 _CPU = {"zero_offload_optimizer": "cpu"}
 _ALL_CPU = {**_CPU, "zero_offload_params": "cpu"}
 _DISK = {"zero_offload_optimizer": "disk", "zero_offload_params": "disk"}
 _SMALL = {"gradient_checkpointing": True}
 _WHOLE, _SHARDED = 2, 3
-"""Stages to choose between: parameters whole, or sharded. (0 and 1 cost as much time as 2, and more memory.)"""
+"""Recommended stages: full or sharded parameters. Stages 0 and 1 take as much time as 2, and more memory."""
 LADDER: tuple[dict[str, Any], ...] = (
     {"zero_stage": _WHOLE},
     {"zero_stage": _SHARDED},
@@ -41,18 +41,18 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"zero_stage": _SHARDED, **_SMALL, **_ALL_CPU},
     {"zero_stage": _SHARDED, **_SMALL, **_DISK},
 )
-"""What costs less time comes first."""
+"""Settings in the order of their cost in time."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was typed, the model that it names, and a machine: from here on it is arithmetic."""
+    """The arguments, the model and the machine: all inputs of a plan."""
 
     options: PlanOptions
     model: Model
     machine: Machine
     source: str = ""
-    """Where the machine's figures are from."""
+    """Source of the machine's numbers."""
 
     @cached_property
     def precision(self) -> Precision:
@@ -61,7 +61,7 @@ class Asked:
 
     @cached_property
     def budgets(self) -> Budgets:
-        """Bytes of memory that were given, or that the machine has; None: no limit."""
+        """Memory in bytes, given or of the machine; None: no limit."""
         options, machine = self.options, self.machine
         return Budgets(
             machine.device_memory if options.device_memory is None else parse_bytes(options.device_memory),
@@ -72,7 +72,7 @@ class Asked:
         return replace(self, options=replace(self.options, **options))
 
     def inputs(self, stage: int, ranks: int | None = None, **settings: Any) -> PlanInputs:
-        """Of one stage, on other ranks or with other settings where they are given."""
+        """Return the inputs of one stage, with another number of ranks or other settings if given."""
         options, world_size = self.options, ranks or self.options.world_size
         config = options.config(stage, **settings)
         batch = None
@@ -94,20 +94,20 @@ class Asked:
 
 
 def usable_bytes(memory_bytes: int) -> int:
-    """Of a GPU's memory: the margin is for its context, libraries and the allocator."""
+    """Return a GPU's memory less a margin for its context, libraries and the allocator."""
     return int(memory_bytes * (1 - MARGIN))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that were tried, and their plan."""
+    """Settings and their plan."""
 
     changes: Mapping[str, Any]
     made: Plan
 
     @property
     def text(self) -> str:
-        """`stage 3, gradient checkpointing, optimizer on cpu`."""
+        """Return such as `stage 3, gradient checkpointing, optimizer on cpu`."""
         words = [f"stage {self.changes['zero_stage']}"] if "zero_stage" in self.changes else []
         words += ["gradient checkpointing"] if "gradient_checkpointing" in self.changes else []
         offloads = {name: self.changes.get(f"zero_offload_{name}", "none") for name in ("optimizer", "params")}
@@ -115,7 +115,7 @@ class Choice:
 
 
 def choices(asked: Asked) -> list[Choice]:
-    """`LADDER` as plans without budgets. Where activations can be counted they are, if need be for one row."""
+    """Yield plans of `LADDER` without budgets, with activations if they can be counted, for one row if no batch is given."""
     if asked.options.batch is None and asked.model.architecture is not None:
         asked = asked.changed(batch=1)
     found = []
@@ -124,7 +124,7 @@ def choices(asked: Asked) -> list[Choice]:
             changes = {name: value for name, value in changes.items() if name != "gradient_checkpointing"}
         try:
             found.append(Choice(changes, _plan(asked, **changes)))
-        except ConfigError:  # what the other flags do not go with
+        except ConfigError:  # does not combine with the other flags
             continue
     return found
 
@@ -134,7 +134,7 @@ def first_that_fits(found: Sequence[Choice], budgets: Budgets) -> Choice | None:
 
 
 def best(asked: Asked) -> tuple[Choice, Asked] | None:
-    """The first of `LADDER` that fits the budget; else with one row at a time, then in bfloat16."""
+    """Return the first of `LADDER` that fits the budget; else with one row at a time, then in bfloat16."""
     if asked.budgets.device is None:
         return None
     tries: list[dict[str, Any]] = [{}]
@@ -151,9 +151,7 @@ def best(asked: Asked) -> tuple[Choice, Asked] | None:
 
 
 def remedies(asked: Asked, stage: int) -> list[tuple[str, int, int, bool]]:
-    """Single changes of what was asked for: the bytes of device memory at peak that each saves, the most first, what is needed
-    then, and whether that fits. Those that save none are left out.
-    """
+    """Return single changes with the device bytes at peak that each saves, most first, what is needed then, and if it fits."""
     try:
         now = _plan(asked, zero_stage=stage).memory.at_most(Tier.DEVICE)
     except ConfigError:  # `auto` alone
@@ -177,7 +175,7 @@ def _changes(asked: Asked, stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
         if not (options.gradient_checkpointing or options.offload_activations):
             yield "--gradient-checkpointing", dict(_SMALL)
         if options.batch > 1:
-            yield "--batch 1 (and --accumulation for the rest)", {"batch": 1}
+            yield "--batch 1 (with more --accumulation)", {"batch": 1}
         if options.sequence > 1:
             yield f"--sequence {options.sequence // 2}", {"sequence": options.sequence // 2}
     if options.mixed_precision == "no":
@@ -194,7 +192,7 @@ def _changes(asked: Asked, stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def least_ranks(asked: Asked, stage: int) -> int | None:
-    """The least number of ranks, more than were asked for, on which it fits; None: more ranks alone do not help."""
+    """Return the least larger number of ranks on which it fits; None: more ranks alone do not help."""
 
     def is_enough(ranks: int) -> bool:
         return not asked.budgets.excess(_plan(asked, zero_stage=stage, world_size=ranks).memory)
@@ -210,7 +208,7 @@ def least_ranks(asked: Asked, stage: int) -> int | None:
 
 
 def as_typed(choice: Choice, asked: Asked) -> tuple[str, str]:
-    """Flags of a script with `ZeroTrainingArguments`, and the same for code."""
+    """Return the flags for a script with `ZeroTrainingArguments`, and the same as code."""
     options = asked.options
     flags = dict(choice.changes)
     flags |= {} if options.mixed_precision == "no" else {options.mixed_precision: True}
@@ -221,7 +219,7 @@ def as_typed(choice: Choice, asked: Asked) -> tuple[str, str]:
 
 
 def _plan(asked: Asked, **options: Any) -> Plan:
-    """Without budgets, so that it says what is needed."""
+    """Plan without budgets: the result says what is needed."""
     other = asked.changed(**options, device_memory=None, host_memory=None, disk_space=None)
     free = replace(other, machine=Machine(shares_memory=False))
     return plan(free.inputs(other.options.zero_stage or 0))

@@ -40,7 +40,7 @@ def writable(path: str | None) -> None:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON or YAML file of settings by name: text, numbers, lists and objects.
+    """Read a JSON or YAML file that maps names to settings: text, numbers, lists and objects.
 
     Raises:
         ConfigError: the file is missing, too large, invalid, or YAML with aliases (which can expand beyond memory).
@@ -57,7 +57,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid {what}: {reason}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected settings by name, found {type(values).__name__}")
+        raise ConfigError(f"{path}: expected names with settings, found {type(values).__name__}")
     return values
 
 

@@ -342,7 +342,7 @@ def _accelerate(made: Migration, values: dict[str, Any], path: Path) -> None:
 def _object(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
     found = values.get(name) or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{path}: expected settings by name under {name}, found {type(found).__name__}")
+        raise ConfigError(f"{path}: expected names with settings under {name}, found {type(found).__name__}")
     return dict(found)
 
 

@@ -1,4 +1,4 @@
-"""What a model is called on the command line, and its units: a size, a built-in name, a folder, a file, a name on the Hub."""
+"""Find the model that an argument names: a size, a built-in name, a folder, a file, or a name on the Hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .files import read_settings
 
 _MOST_PARAMETERS = 10**14
 _LEAST_PARAMETERS = 1000
-"""Of a number without a unit: `8` is a slip for `8B`."""
+"""Least number without a unit: `8` was meant as `8B`."""
 ADAPTER = "adapter_config.json"
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST_DIGITS = 18
@@ -36,21 +36,20 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
 @dataclass(frozen=True)
 class Model:
-    """A model's layouts, however it is known."""
+    """A model and its layouts."""
 
     name: str
-    """What it is called in titles."""
+    """Name in titles."""
     layout: Callable[..., Layout]
-    """For a precision, a number of shards and patterns of units (default: none); each is made once."""
+    """Layouts by precision, number of shards and patterns of units; each is built once."""
     architecture: Architecture | None = None
-    """For activations; None where it is not known."""
+    """Sizes for activations; None: not known."""
     source: str = ""
-    """What was assumed of its structure; empty where it is the model's own."""
+    """Assumptions about its structure; empty if it is the model's own."""
 
 
 def find_model(given: str | None, parameters: str | None) -> Model:
-    """What `given` stands for: a path that is there, a size, a built-in name, at last a name on the Hub, which is never asked
-    for what looks like a path.
+    """Return the model of an existing path, a size, a built-in name, or last a name on the Hub, never for a path.
 
     Raises:
         ConfigError: none of these, or both or neither are given.
@@ -87,7 +86,7 @@ def find_model(given: str | None, parameters: str | None) -> Model:
 
 
 def count_of(text: str) -> int | None:
-    """`7B`, `1.3b`, `350M`, `7_000_000`; None for any other text."""
+    """Return the number of `7B`, `1.3b`, `350M` or `7_000_000`; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper().replace(",", "").replace("_", ""))
     if match is None or len(match[1]) > _MOST_DIGITS:
         return None
@@ -95,7 +94,7 @@ def count_of(text: str) -> int | None:
 
 
 _NO_SIZE = re.compile(r"[+]?[\d.][^/]*|[+]?(nan|inf|infinity)|[kmbt]", re.IGNORECASE)
-"""What looks like a number, as no name on the Hub does: those without a slash begin with a letter."""
+"""Return True for text like a number. Names on the Hub without a slash begin with a letter."""
 
 
 def _short(text: str) -> str:
@@ -103,9 +102,10 @@ def _short(text: str) -> str:
 
 
 def _check_count(text: str, count: int) -> None:
-    """
+    """Check a number of parameters.
+
     Raises:
-        ConfigError: a number of parameters that cannot be meant.
+        ConfigError: the number cannot be meant.
     """
     if count > _MOST_PARAMETERS:
         raise ConfigError(f"{text.strip()} is more than {_MOST_PARAMETERS:,} parameters, the most that are planned")
@@ -114,7 +114,7 @@ def _check_count(text: str, count: int) -> None:
 
 
 def _is_path(text: str) -> bool:
-    """Whether somebody who typed it meant a path: more than a name on the Hub has, or below a folder that is here."""
+    """Return True for text that was meant as a path: more parts than a Hub name, or below an existing folder."""
     first = Path(text).parts[0] if text else ""
     return _HUB_NAME.fullmatch(text) is None or text.lower().endswith(_FILES) or ("/" in text and Path(first).is_dir())
 
@@ -147,10 +147,10 @@ def adapter_base(folder: Path) -> str | None:
 
 
 def _adapter(given: str, folder: Path, base: str) -> Model:
-    """An adapter on its base: a folder here, a name that is known, or one on the Hub.
+    """Return an adapter on its base: a local folder, a built-in name, or a name on the Hub.
 
     Raises:
-        ConfigError: naming the base, which is missing, or which the adapter does not fit.
+        ConfigError: the base is missing, or the adapter does not fit it; the message names the base.
     """
     from ..huggingface.models import empty_adapter, empty_model
 
@@ -191,10 +191,10 @@ def _local(given: str, path: Path) -> Model:
         raise ConfigError(f"{given}: expected a config.json, a .safetensors file or a folder with one of them")
     check_counts(path if path.is_file() else path / "config.json")
     try:
-        return _of_config(given, str(path.absolute()))  # not a built-in name, whatever the folder is called
+        return _of_config(given, str(path.absolute()))  # a folder may have the name of a built-in model
     except ZeroError:
         raise
-    except Exception as error:  # whatever a model's class raises at sizes that it was not made for
+    except Exception as error:  # model classes raise anything at impossible sizes
         raise ConfigError(f"{given}: no model can be made of its configuration: {_first_line(error)}") from error
 
 
@@ -216,10 +216,10 @@ _MOST_COUNTED, _MOST_MODULES = 100_000, 500_000
 
 
 def check_counts(path: Path) -> None:
-    """Classes make lists as long as a configuration says, before the first module.
+    """Bound the counts of a configuration: model classes create lists of that length before any module.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: a count is too large; the message names the key.
     """
     waiting: list[Any] = [read_settings(path)]
     while waiting:
@@ -234,8 +234,10 @@ def check_counts(path: Path) -> None:
 
 @contextmanager
 def _few_modules(name: str) -> Iterator[None]:
-    """Raises:
-    ConfigError: a model of more modules than memory has room for is being made inside.
+    """Bound the number of modules created inside.
+
+    Raises:
+        ConfigError: a model with more modules than memory has room for.
     """
     count = 0
 
@@ -253,7 +255,7 @@ def _few_modules(name: str) -> Iterator[None]:
 
 
 def _of_config(name: str, place: str) -> Model:
-    """Built in, or of a folder, a file or the Hub."""
+    """Return the model of a built-in name, a folder, a file or the Hub."""
     from ..huggingface.models import empty_model
 
     with _few_modules(name):
@@ -264,7 +266,7 @@ def _of_config(name: str, place: str) -> Model:
 
 
 def _of_outline(name: str, model: nn.Module, architecture: Architecture | None = None, source: str = "") -> Model:
-    """Of modules that were made for names: patterns that none of these have are passed over."""
+    """Return the layout of modules built from names; patterns that match none of them are ignored."""
     names = [key for key, _ in model.named_parameters(remove_duplicate=False)]
     made = _of_modules(name, model, architecture, source)
 

@@ -1,4 +1,4 @@
-"""`hf-zero plan`: plans of a model for what was typed, and what they say as tables or JSON."""
+"""`hf-zero plan`: plan a model and print tables or JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SWEEP_RANKS = tuple(1 << power for power in range(11))
 
 
 def run(options: PlanOptions) -> int:
-    """Prints what was asked for; the exit status says whether it fits."""
+    """Print the plans; return status 1 if nothing fits."""
     if options.plot and not options.sweep:
         raise ConfigError("--plot draws a sweep: add --sweep")
     writable(options.plot)
@@ -40,7 +40,7 @@ def run(options: PlanOptions) -> int:
     if options.zero_stage is not None:
         options.config(options.zero_stage).check_world_size(
             options.world_size
-        )  # refuses what cannot be, before a model is looked for
+        )  # raises for invalid settings before a model is looked up
     model = find_model(options.model, options.parameters)
     if options.sweep:
         rows = list(_sweep(Asked(options, model, Machine())))
@@ -57,7 +57,7 @@ def run(options: PlanOptions) -> int:
 
 
 def _machine_of(options: PlanOptions) -> tuple[Machine, str]:
-    """Sizes and speeds, and where they are from. Sizes of this machine are used only where `auto` needs some."""
+    """Return sizes and speeds, and their source. Sizes of this machine are used only if `auto` needs them."""
     if options.machine is not None:
         machine, source = Machine.load(options.machine), options.machine
     else:
@@ -96,7 +96,7 @@ def _one(asked: Asked, stage: int) -> int:
 
 
 def _stages(asked: Asked) -> int:
-    """All of them side by side, and what to use."""
+    """Print all stages side by side, and a recommendation."""
     plans, refused, lacking = [], {}, False
     for stage in sorted(STAGES):
         try:
@@ -132,7 +132,7 @@ def _values(made: Plan, asked: Asked) -> dict[str, Any]:
 
 
 def _sweep(asked: Asked) -> Iterator[dict[str, Any]]:
-    """Every number of ranks, stage and tier: model states per rank, all of them and those on the device."""
+    """Return model states per rank for every number of ranks, stage and tier: in all, and on the device."""
     options = asked.options
     for stage, policy in sorted(STAGES.items()):
         if not policy.shard and (options.zero_replicas > 1 or options.zero_wire != "none"):
@@ -158,10 +158,10 @@ def _sweep(asked: Asked) -> Iterator[dict[str, Any]]:
 
 
 def paper_states_bytes(parameters: int, policy: StagePolicy, ranks: int) -> float:
-    """Bytes of model states per rank as Rajbhandari et al. (arXiv 1910.02054, figure 1) count them, to compare with them.
+    """Return bytes of model states per rank as Rajbhandari et al. count them (arXiv 1910.02054, figure 1), to compare.
 
     fp16 parameters and gradients, 2 bytes each, and K = 12 bytes of optimizer state: fp32 master, momentum, variance. This
-    library's own figures differ: gradients rest at their owner alone, in float32, at stages 1, 2 and 3.
+    library's numbers differ: from stage 1 on only the owner stores a gradient, in float32.
     """
     return parameters * (
         2 / (1 if policy.keep_full else ranks)
@@ -178,7 +178,7 @@ _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host"
 
 
 def worded(line: str) -> str:
-    """In the words of the command line."""
+    """Return the settings in words."""
     return line
 
 
@@ -198,7 +198,7 @@ def _smallest_gpu(device_bytes: int) -> Text:
 
 
 def show_plan(made: Plan, model: Model, source: str) -> None:
-    """One plan with all details."""
+    """Print one plan with all details."""
     console, config, memory = Console(), made.config, made.memory
     shown = [tier for tier in TIERS if memory.at_peak(tier) or tier is Tier.DEVICE]
     kinds = []
@@ -253,7 +253,7 @@ def _notes(console: Console, model: Model, source: str = "") -> None:
 
 
 def show_stages(plans: Sequence[Plan], model: Model, refused: dict[int, str]) -> None:
-    """Stages side by side; `refused`: why there are no others."""
+    """Print stages side by side; `refused`: why others are missing."""
     console = Console()
     rows: list[list[str | Text]] = []
     tiers = [tier for tier in TIERS if any(made.memory.at_peak(tier) for made in plans) or tier is Tier.DEVICE]
@@ -279,7 +279,7 @@ def show_stages(plans: Sequence[Plan], model: Model, refused: dict[int, str]) ->
     if len({(memory.states, memory.at_peak(Tier.DEVICE)) for memory in equal.values()}) < len(equal):
         text(
             console,
-            f"· stages {' and '.join(map(str, equal))} are equal here: a gradient rests only at its owner from stage 1 on (the "
+            f"· stages {' and '.join(map(str, equal))} are equal here: from stage 1 on only the owner stores a gradient (the "
             "paper's stage 1 keeps it on all ranks); they differ with --accumulation above 1, where stage 1 sends less and "
             "holds more",
         )
@@ -289,7 +289,7 @@ def show_stages(plans: Sequence[Plan], model: Model, refused: dict[int, str]) ->
 
 
 def show_recommend(found: Sequence[Choice], asked: Asked) -> None:
-    """The cheapest settings that fit the budget, or each size of GPU."""
+    """Print the cheapest settings that fit the budget, or each size of GPU."""
     console, limit = Console(), asked.budgets.device
     if not found:
         return
@@ -327,7 +327,7 @@ def _paste(console: Console, what: str, choice: Choice, asked: Asked, counted: s
 
 
 def show_remedies(found: Sequence[tuple[str, int, int, bool]], best: tuple[Choice, Asked] | None, asked: Asked) -> None:
-    """What each change saves, the largest first; then settings that fit."""
+    """Print what each change saves, largest first; then settings that fit."""
     console, limit = Console(), asked.budgets.device
     if found:
         rows: list[list[str | Text]] = [
@@ -344,7 +344,7 @@ def show_remedies(found: Sequence[tuple[str, int, int, bool]], best: tuple[Choic
 
 
 def show_sweep(rows: Sequence[dict[str, Any]], model: Model) -> None:
-    """Model states on the device by stage, offload and ranks, and the paper's count beside them; ranks for sizes of GPUs."""
+    """Print device memory of model states by stage, offload and ranks, with the paper's count, and the ranks for GPU sizes."""
     console = Console()
     by_stage: dict[int, list[list[str]]] = {}
     paper: dict[int, dict[int, str]] = {}
@@ -366,13 +366,13 @@ def show_sweep(rows: Sequence[dict[str, Any]], model: Model) -> None:
     )
     caption = (
         "paper: all states as arXiv 1910.02054, figure 1, counts them (fp16, K = 12), without offload. Stage 0 offloads on one "
-        "rank alone. Stages 1 and 2 are equal: a gradient rests only at its owner from stage 1 on."
+        "rank alone. Stages 1 and 2 are equal: from stage 1 on only the owner stores a gradient."
     )
     columns = ("stage", "offload", *(f"{n:,}" for n in ranks))
     table(console, title, columns, *sections, caption=caption, left=2, fold=True)
     title, caption = (
         "ranks from which the model states fit a GPU",
-        "activations need room beside them: hf-zero plan --batch",
+        "activations need more room: hf-zero plan --batch",
     )
     table(console, title, ("stage", "offload", *GPUS), least, caption=caption, left=2)
     _notes(console, model)
@@ -386,7 +386,7 @@ def _series(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[int, d
 
 
 def draw_sweep(rows: Sequence[dict[str, Any]], name: str, path: str) -> None:
-    """Model states on the device over ranks; lines at what GPUs of each size have room for."""
+    """Draw model states on the device over ranks, with lines for the sizes of GPUs."""
     with needs("plot"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter
@@ -399,7 +399,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]], name: str, path: str) -> None:
         shown = tuple(point for point in points if point[1] > 0)  # the axis is logarithmic
         if shown:
             names.setdefault(shown, []).append(key)
-    for line, keys in names.items():  # what coincides is one line
+    for line, keys in names.items():  # equal curves are one line
         label = "; ".join(f"stage {stage}" + (f", {offload}" if offload != "none" else "") for stage, offload in keys)
         style = "-" if any(offload == "none" for _, offload in keys) else "--"
         axes.plot(*zip(*line), style, marker="o", markersize=3, label=label)

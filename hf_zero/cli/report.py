@@ -198,7 +198,7 @@ def read_all(path: Path) -> list[Run]:
         if not run.steps:
             run.notes.append(f"rank {run.rank}: its first step is not over yet")
     if runs[0].steps and len(runs) < (ranks := int(runs[0].facts["world_size"])):
-        runs[0].notes.append(f"{len(runs)} of {ranks} ranks' files are here; other machines have the rest")
+        runs[0].notes.append(f"{len(runs)} of {ranks} ranks' files are here; the others are on other machines")
     return runs
 
 
@@ -299,7 +299,7 @@ def _largest_part(step: Mapping[str, Any]) -> str:
 def _outside(run: Run, highest: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Divide the memory that the system and torch's allocator report.
 
-    The engine counts its own allocations. The rest of a process is Python and libraries, present
+    The engine counts its own allocations. All other memory is Python and libraries, present
     before the first step, and activations, temporaries and allocator reserves.
     """
     counted_label = "counted by hf_zero (parameters, gradients, optimizer state, buffers)"

@@ -1,1 +1,1 @@
-"""What a run will take, and what it took: bytes and seconds."""
+"""Predicted and measured bytes and seconds of a run."""

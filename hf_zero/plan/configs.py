@@ -1,4 +1,4 @@
-"""Models of the example scripts by name, as transformers' configurations: plain data, for whoever builds them."""
+"""Configurations of the example scripts' models, as plain data."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 
 class Config(NamedTuple):
-    """`AutoConfig.for_model(kind, **settings)`."""
+    """Arguments of `AutoConfig.for_model(kind, **settings)`."""
 
     kind: str
     """transformers' `model_type`."""
     architecture: str
-    """The class that the name stands for."""
+    """The model class."""
     settings: dict[str, Any]
 
 
@@ -69,4 +69,4 @@ CONFIGS = {
         for size, (layers, width, heads) in GPT3.items()
     },
 }
-"""By name, in lower case."""
+"""Configurations by lower-case name."""

@@ -24,7 +24,7 @@ TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one span is stored, the same on every rank."""
+    """The tiers of one span, equal on every rank."""
 
     parameters: Tier
     """Tier of the copy."""
@@ -78,8 +78,8 @@ class Setup:
 class Memory:
     """Bytes on one rank, by tier and kind.
 
-    `rest` is stored between backward and step; `peak` is the highest of each kind, with temporary bytes. The peaks of kinds
-    are at different moments. Local gradients that are being reduced count as communication.
+    `rest`: stored between backward and step. `peak`: the highest of each kind, with temporary bytes, at different moments.
+    Local gradients that are being reduced count as communication.
     """
 
     rest: Mapping[Tier, Mapping[str, int]]
@@ -185,7 +185,7 @@ def tensors_bytes(span: Span, numel: int, tier: Tier, setup: Setup) -> int:
 
 
 def beside_disk_bytes(span: Span, numel: int, setup: Setup) -> int:
-    """Return bytes of optimizer states in host memory beside `numel` masters on disk: arrays that are not of their shape."""
+    """Return bytes of optimizer states in host memory for `numel` masters on disk: arrays of other shapes."""
     if not span.is_whole or not numel:
         return 0
     master = itemsize(span.spec.master_dtype)

@@ -1,4 +1,4 @@
-"""A model that is known by its files' headers, its shape, or a number alone, as modules without values: enough for a plan."""
+"""Modules without values, built from file headers, a shape or a number of parameters: all that a plan needs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Architecture:
     intermediate: int
     vocab: int
     key_value_heads: int | None = None
-    """None: as many as heads."""
+    """None: equal to `heads`."""
     is_gated: bool = False
-    """Whether the MLP multiplies two projections (SwiGLU)."""
+    """True if the MLP multiplies two projections (SwiGLU)."""
 
     @staticmethod
     def of(config: Any, names: Iterable[str] = ()) -> Architecture | None:
-        """From a transformers config and the model's parameter names; None where a size is not to be found."""
+        """Read the sizes from a transformers config and the parameter names; None if a size is missing."""
         config = getattr(config, "text_config", None) or config
 
         def find(*keys: str) -> int | None:
@@ -53,7 +53,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one rank puts through the model at a time: `rows` sequences of `sequence` tokens.
+    """One micro-batch of one rank: `rows` sequences of `sequence` tokens.
 
     Raises:
         ConfigError: a size below 1.
@@ -62,9 +62,9 @@ class Batch:
     rows: int
     sequence: int
     checkpointing: bool = False
-    """transformers' gradient checkpointing: only the layers' inputs stay, one layer is computed again at a time."""
+    """transformers' gradient checkpointing: keep the layers' inputs only, and recompute one layer at a time."""
     offloads_checkpoints: bool = False
-    """Whether the kept inputs rest in host memory."""
+    """True if the kept inputs are stored in host memory."""
     architecture: Architecture | None = None
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Batch:
 
 
 def layer_bytes(architecture: Architecture, size: int, residual_size: int) -> int:
-    """One layer and token, `size` bytes per element inside matrices' products, `residual_size` in the residual stream.
+    """Return bytes per layer and token: `size` bytes per element in matrix products, `residual_size` in the residual stream.
 
     After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section
     4.1: 34 bytes per token, layer and hidden element in 16 bits, less the attention scores (5 a s / h), which torch's
@@ -96,12 +96,12 @@ def layer_bytes(architecture: Architecture, size: int, residual_size: int) -> in
 
 
 def logits_bytes(architecture: Architecture, size: int) -> int:
-    """One token: the logits, a float32 copy of them, their logarithm of the softmax, and the gradient."""
+    """Return bytes per token of the logits, their float32 copy, their log-softmax, and the gradient."""
     return architecture.vocab * (size + 3 * 4)
 
 
 def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int]:
-    """Estimated bytes on the device and, of offloaded checkpoints, on the host; (0, 0) where the architecture is not known.
+    """Estimate bytes on the device, and of offloaded checkpoints on the host; (0, 0) if the architecture is not known.
 
     Args:
         size: bytes per element of the compute dtype.
@@ -116,7 +116,7 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int]
     if not batch.checkpointing:
         return batch.tokens * (architecture.layers * layer + head), 0
     kept = batch.tokens * architecture.layers * architecture.hidden * residual
-    # Backward starts with the logits; they are gone when the last layer is computed again.
+    # The backward starts with the logits and releases them before it recomputes the last layer.
     moment = batch.tokens * max(layer, head)
     return (moment, kept) if batch.offloads_checkpoints else (moment + kept, 0)
 
@@ -137,17 +137,17 @@ _SCRIPTS = "scripts/common/models.py"
 
 @dataclass(frozen=True, slots=True)
 class Shape(Architecture):
-    """One transformer. `kind` says which tensors a block has: gpt (GPT-2), llama or bert."""
+    """The sizes of a transformer. `kind` decides which tensors a block has: gpt (GPT-2), llama or bert."""
 
     name: str = field(kw_only=True)
     kind: str = field(kw_only=True)
     source: str = field(kw_only=True)
     positions: int = 0
-    """Of a learned embedding; 0: none."""
+    """Positions of a learned embedding; 0: none."""
     is_tied: bool = True
-    """The embedding is the head, too."""
+    """The embedding is also the head."""
     extra: int = 0
-    """Elements beside the tensors that a model of this kind has, for a number of parameters that is exact."""
+    """Elements added to the tensors of this kind of model, so that the number of parameters is exact."""
 
     @property
     def numel(self) -> int:
@@ -158,7 +158,7 @@ class Shape(Architecture):
 
     @property
     def config(self) -> Config:
-        """Of transformers' model of these sizes."""
+        """Return the configuration of transformers' model of these sizes."""
         if self.kind == "gpt":
             sizes = {"n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_positions": self.positions}
             return Config("gpt2", "GPT2LMHeadModel", {"vocab_size": self.vocab, **sizes})
@@ -176,7 +176,7 @@ class Shape(Architecture):
 
     @property
     def architecture(self) -> Architecture:
-        """Of the same sizes, whatever it is called."""
+        """Return True if all sizes are equal; names do not count."""
         return Architecture(*(getattr(self, item.name) for item in fields(Architecture)))
 
 
@@ -233,7 +233,7 @@ PUBLISHED = (
 )
 BUILT_IN = {shape.name: shape for shape in PUBLISHED}
 _LADDER = (
-    # What a number of parameters is taken for: the nearest of these, its width and its MLP changed until the number is right.
+    # A number of parameters becomes the nearest of these, with width and MLP changed until the number is exact.
     _gpt("Pythia 70M", 6, 512, 8, _PYTHIA, vocab=50304, positions=2048),
     _llama("Llama 3.2 3B", 28, 3072, 24, 8192, 128256, "its config.json", kv=8, tied=True),
     _gpt("Megatron 1T", 128, 25600, 160, _MEGATRON, vocab=51200, positions=2048),
@@ -244,11 +244,11 @@ _LADDER = (
     )),
 )  # fmt: skip
 _STEPS = (128, 64, 16)
-"""Widths are multiples of the first of these with which the blocks' MLP is about as wide as published."""
+"""Widths are multiples of the first of these that keeps the MLP about as wide as published."""
 
 
 def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the parameters, tied ones once."""
+    """Yield names and shapes of the parameters, tied ones once."""
     hidden, wide = shape.hidden, shape.intermediate
     kv = hidden * (shape.key_value_heads or shape.heads) // shape.heads
     yield "embeddings.word_embeddings.weight", (shape.vocab, hidden)
@@ -286,9 +286,9 @@ def _layer(name: str, shape: tuple[int, ...], is_biased: bool) -> Iterator[tuple
 
 
 def of_size(parameters: int) -> Shape | None:
-    """A transformer of exactly so many parameters: the depth and the ratios of the nearest published one.
+    """Return a transformer of exactly `parameters` parameters, with depth and ratios of the nearest published one.
 
-    None where they are too few for a vocabulary and blocks.
+    None if they are too few for a vocabulary and blocks.
     """
     nearest = min(_LADDER, key=lambda shape: abs(math.log(shape.numel / parameters)))
     group = nearest.heads // (nearest.key_value_heads or nearest.heads)
@@ -312,7 +312,7 @@ def _ratio(shape: Shape) -> float:
 
 
 def _wide(shape: Shape, parameters: int) -> int:
-    """The widest MLP with which there are not more than `parameters`."""
+    """Return the widest MLP with at most `parameters` parameters."""
     none, one = (replace(shape, intermediate=wide).numel for wide in (0, 1))
     return max(0, (parameters - none) // (one - none))
 
@@ -324,24 +324,24 @@ _EMBEDDING = re.compile(r"emb|wte|wpe")
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
 _HEAD = "lm_head.weight"
 _MOST_DEEP = 50
-"""Modules inside each other: they are walked by recursion, and a file's names may have any number of dots."""
+"""Deepest nesting of modules. Code recurses over them, and names in a file may have any number of dots."""
 
 
 def from_number(parameters: int) -> nn.Module:
-    """One matrix: too few parameters for blocks."""
+    """Return a model of one matrix: too few parameters for blocks."""
     return from_tensors({"parameters.weight": ("float32", (parameters, 1))})
 
 
 def from_shape(shape: Shape) -> nn.Module:
-    """In float32, as files of such a model would have it."""
+    """Return float32 modules without values for a shape."""
     return from_tensors({name: ("float32", sizes) for name, sizes in tensors(shape)}, shape.is_tied)
 
 
 def from_files(path: Path) -> nn.Module:
-    """From the headers of one safetensors file, or of all in a folder.
+    """Return modules without values from the headers of one safetensors file, or of all in a folder.
 
     Raises:
-        ConfigError: no such files.
+        ConfigError: no safetensors file.
         CheckpointError: a damaged header.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -354,10 +354,10 @@ def from_files(path: Path) -> nn.Module:
 
 
 def from_tensors(shapes: Mapping[str, tuple[str, tuple[int, ...]]], is_tied: bool | None = None) -> nn.Module:
-    """Modules on the meta device with parameters of these names, types and shapes, as the model that they are of may have them.
+    """Return modules on the meta device with parameters of these names, dtypes and shapes.
 
-    In the order of a pass: embeddings, the largest first, then blocks, then what is behind them, the largest last. Types that
-    are not floats are frozen. `is_tied`: the largest embedding is the head, too; None: if no other matrix is behind the blocks.
+    Order of a pass: embeddings, largest first; blocks; the others, largest last. Integer dtypes are frozen. `is_tied`: the
+    largest embedding is also the head; None: tied if no other matrix follows the blocks.
     """
     params: dict[str, nn.Parameter] = {}
     for name, (dtype, shape) in shapes.items():
@@ -374,14 +374,14 @@ def from_tensors(shapes: Mapping[str, tuple[str, tuple[int, ...]]], is_tied: boo
 
 
 def _place(name: str) -> int:
-    """-1: an embedding, before the blocks. 0: in a block, as `h.0.…` is. 1: behind them."""
+    """Return -1 for an embedding before the blocks, 0 for a parameter of a block (`h.0.…`), 1 behind the blocks."""
     if any(part.isdecimal() for part in name.split(".")[:-1]):
         return 0
     return -1 if _EMBEDDING.search(name) else 1
 
 
 def _module(name: str, params: Mapping[tuple[str, ...], nn.Parameter]) -> nn.Module:
-    """With parameters by their names inside it. Matrices that are no embeddings are taken for those that autocast casts."""
+    """Return a module with these parameters. Matrices other than embeddings count as cast by autocast."""
     own: dict[str, nn.Parameter | None] = {path[0]: param for path, param in params.items() if len(path) == 1}
     inner: dict[str, dict[tuple[str, ...], nn.Parameter]] = {}
     for path, param in params.items():
@@ -396,7 +396,7 @@ def _module(name: str, params: Mapping[tuple[str, ...], nn.Parameter]) -> nn.Mod
     elif "in_proj_weight" in own:
         kind = nn.MultiheadAttention
     made = kind.__new__(kind)
-    nn.Module.__init__(made)  # without parameters of its own making
+    nn.Module.__init__(made)  # without its own parameters
     if kind is nn.Embedding:
         made.__dict__["max_norm"] = None
     made._parameters = own
@@ -405,5 +405,5 @@ def _module(name: str, params: Mapping[tuple[str, ...], nn.Parameter]) -> nn.Mod
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """`h.10` after `h.9`."""
+    """Sort key: `h.10` after `h.9`."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]

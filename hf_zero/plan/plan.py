@@ -1,6 +1,6 @@
-"""From a model to its layout, and a plan for it: no process group, no device, no values needed.
+"""Build a model's layout, and a plan for it. Needs no process group, no device and no values.
 
-A plan is a layout, a tier for every state, and the bytes and seconds that follow, each choice with its reason.
+A plan is a layout, a tier for every state, the resulting bytes and seconds, and a reason for each choice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .work import Traffic, seconds, step_seconds, work_in_total
 
 
 def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) -> list[int]:
-    """Places in the layout of units that a pass brings in twice, those used last first; the same on every rank."""
+    """Return indices of units that a pass gathers twice, those used last first; equal on every rank."""
     return [
         at
         for at in layout.gathered_twice()
@@ -43,8 +43,8 @@ def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) ->
 def kept_units(inputs: PlanInputs, placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return the candidates that fit into `keep_gathered` together, those used last first; the same on every rank.
 
-    A kept unit takes its gathered bytes from its forward to its backward, and is gathered once a pass instead of twice. What a
-    byte of memory saves is the same for all units; those used last wait least, and are gone when gradients have added up.
+    A kept unit holds its gathered bytes from its forward to its backward. All units save equally much per byte; those used last
+    hold memory for the shortest time, and are released before gradients have accumulated.
     """
     budget = inputs.config.keep_gathered
     if budget is None:
@@ -58,28 +58,28 @@ def kept_units(inputs: PlanInputs, placements: Sequence[Placement]) -> tuple[int
 
 
 MORE_RANKS = (2, 4, 8, 16, 64, 256)
-"""How many times as many ranks are tried where a plan does not fit."""
+"""Factors by which the number of ranks is increased if a plan does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What lives where on each rank, and what it costs; `to_dict()` gives plain values for JSON."""
+    """The placement of all states on each rank, and its cost; `to_dict()` gives plain values for JSON."""
 
     inputs: PlanInputs
     placements: tuple[Placement, ...]
-    """By `Span.index`."""
+    """Placements by `Span.index`."""
     memory: Memory
     """Bytes per rank, by tier and kind; activations are an estimate."""
     traffic: Traffic
     """Bytes per rank and step."""
     parts: Mapping[str, float | None]
-    """Predicted seconds of every part of a step by itself, as `phase road`; None where no speed is known."""
+    """Predicted seconds of each part of a step by itself, as `phase road`; None if its speed is not known."""
     step_s: float | None
-    """Predicted seconds of a step; None where a part is not known."""
+    """Predicted seconds of a step; None if a part is not known."""
     shortfall: str = ""
-    """What is missing, and what would fit; empty where everything fits."""
+    """The missing bytes, and what would fit; empty if everything fits."""
     kept: tuple[int, ...] = ()
-    """Places in the layout of units that stay gathered from forward to backward, those used last first."""
+    """Indices of units that stay gathered from forward to backward, those used last first."""
 
     @property
     def layout(self) -> Layout:
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """One line per choice."""
+        """One line for each choice."""
         return tuple(_reasons(self))
 
     @property
@@ -107,7 +107,7 @@ class Plan:
         return not self.shortfall
 
     def share(self, tier: Tier) -> float:
-        """The part of the optimizer state in `tier`, 0 to 1."""
+        """Return the share of the optimizer state in `tier`, 0 to 1."""
         total = sum(numel for placement in self.placements for _, numel in placement.optimizer)
         return sum(placement.numel(tier) for placement in self.placements) / max(1, total)
 
@@ -141,10 +141,10 @@ class Plan:
 
 
 def plan(inputs: PlanInputs) -> Plan:
-    """Place every span of the layout and predict what that takes: pure arithmetic, the same on every rank.
+    """Place every span of the layout and predict bytes and seconds: pure arithmetic, equal on every rank.
 
     Raises:
-        ConfigError: `auto`, and nothing fits: the message says what would.
+        ConfigError: `auto`, and nothing fits. The message says what would.
     """
     config = inputs.config
     placements = (
@@ -195,7 +195,7 @@ OFFLOAD_STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
-    """What is missing (of `memory`, where a placement is there), and what would help, in numbers."""
+    """Describe the missing bytes (of `memory`, if a placement exists), and what would help, in numbers."""
     limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, _, limit in inputs.budgets.rows())
     if memory is None:
         found = f"no placement of {inputs.layout.numel:,} parameters fits"
@@ -210,7 +210,7 @@ def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
 
 
 def _what_fits(inputs: PlanInputs) -> Iterator[str]:
-    """Every budget that helps by growing alone; the first smaller batch, other setting, and number of ranks that fit."""
+    """Yield each budget that helps alone; the first smaller batch, other setting, and number of ranks that fit."""
     needed = needed_bytes(inputs)
     for name, _, limit in inputs.budgets.rows():
         if name in needed:
@@ -232,7 +232,7 @@ def _what_fits(inputs: PlanInputs) -> Iterator[str]:
 
 
 def _smaller_batches(batch: Batch | None) -> Iterator[tuple[str, Batch]]:
-    """What leaves less for backward, the cheapest first."""
+    """Yield batches that keep fewer activations, cheapest first."""
     if batch is None or batch.architecture is None:
         return
     checkpointed = replace(batch, checkpointing=True)
@@ -253,9 +253,7 @@ def _would_fit(inputs: PlanInputs, world_size: int, settings: Mapping[str, Any])
 
 
 def advice(made: Plan, device_bytes: int) -> str:
-    """What to change where a plan's device memory, of which so much is in use, was not enough: settings with the device memory
-    that each would save at peak, the cheapest first.
-    """
+    """Return advice after device memory ran out with `device_bytes` in use: settings and what each saves, cheapest first."""
     now = made.memory.at_peak(Tier.DEVICE)
     ways = []
     for text, changes in OFFLOAD_STEPS:
@@ -300,7 +298,7 @@ def _reasons(made: Plan) -> Iterator[str]:
         )
     asked = TIERS_OF[config.offload_params]
     if len(asked) == 1 and any(place.parameters is not asked[0] for place in made.placements):
-        yield "parameters of their master's type rest with it: they are one memory"
+        yield "parameters of their master's dtype are stored with it: they are one memory"
     if state[Tier.HOST] or state[Tier.DISK]:
         if setup.step_in_backward and setup.backward_per_step == 1:
             yield "gradients of offloaded state are not stored: step_in_backward uses them as they are made"
@@ -332,7 +330,7 @@ def _reasons(made: Plan) -> Iterator[str]:
 
 
 def _kept(made: Plan, candidates: int) -> Iterator[str]:
-    """On units that stay gathered, of so many that could."""
+    """Describe the units that stay gathered, of `candidates` that could."""
     layout = made.layout
     bare = layout, made.placements, made.inputs.setup
     without = Traffic.of(work_in_total(*bare), *bare)
@@ -340,18 +338,18 @@ def _kept(made: Plan, candidates: int) -> Iterator[str]:
     nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
     yield (
         f"{len(made.kept)} of {candidates} units{_named(layout, made.kept)} stay gathered from forward to backward, the last "
-        f"ones, as many as keep_gathered has room for: {nbytes} for {saved} less to bring in per step"
+        f"ones, as many as keep_gathered has room for: {nbytes}, which saves {saved} of gathers and loads per step"
     )
 
 
 def _named(layout: Layout, units: Sequence[int]) -> str:
-    """Units by their places, the last one first: the last and the first of them."""
+    """Return the names of the first and the last of `units`, which start with the last."""
     names = [layout.units[at].name for at in units]
     return f" ({names[-1]} to {names[0]})" if len(names) > 1 else f" ({names[0]})" if names else ""
 
 
 def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> str:
-    """One line on where `numel` elements by tier rest, and why."""
+    """Return one line on the tiers of `numel` elements, and why."""
     total = max(1, sum(numel.values()))
     shares = {
         tier: "all" if count == total else f"{100 * count / total:.1f} %" for tier, count in numel.items() if count
@@ -365,7 +363,7 @@ def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> st
 
 
 class Drafter:
-    """Turns one model's parameters into specs, unit by unit; again, when its optimizer groups change."""
+    """Turns a model's parameters into specs by unit, and again when its optimizer groups change."""
 
     def __init__(
         self, model: nn.Module, precision: Precision, limits: Limits = LIMITS, units: Sequence[str] = ()
@@ -382,12 +380,12 @@ class Drafter:
         old: Mapping[nn.Parameter, ParamSpec] | None = None,
         optimizer_of: Mapping[nn.Parameter, int] | None = None,
     ) -> list[list[ParamSpec]]:
-        """One list per unit.
+        """Return one list of specs per unit.
 
         Args:
-            group_of: optimizer groups, of the parameters that are in one.
-            old: the specs of a layout in force.
-            optimizer_of: which optimizer that is a group of; None: all of the first.
+            group_of: optimizer group of each parameter that has one.
+            old: specs of the current layout.
+            optimizer_of: index of the optimizer of each parameter; None: the first.
         """
         known, owners = old or {}, optimizer_of or {}
         return [
@@ -400,16 +398,16 @@ class Drafter:
     def _spec(self, param: nn.Parameter, group: int, optimizer: int, old: ParamSpec | None) -> ParamSpec:
         if old is None:
             own = dtype_name(param.dtype)
-            # What no optimizer has needs no finer copy of itself.
+            # A parameter without an optimizer needs no float32 master.
             master = dtype_name(Precision.master_dtype(param)) if group >= 0 else own
             compute = dtype_name(self._precision.compute_dtype(param, param in self._castable))
-        else:  # the parameter's `.data` is the engine's now, and may be of another type
+        else:  # `.data` belongs to the engine now, and may have another dtype
             own, compute, master = old.dtype, old.compute_dtype, old.master_dtype
             if param.requires_grad and group >= 0 and own in ("bfloat16", "float16"):
                 master = "float32"
         shape, names = tuple(param.shape), tuple(self.names[param])
         cohort = 0 if old is None else old.cohort
-        # One that is frozen in the middle of training keeps its optimizer state: it stays where it is, without a gradient.
+        # A parameter that is frozen in mid-training keeps its place and its optimizer state, without a gradient.
         trainable = param.requires_grad or (old is not None and old.trainable and group >= 0)
         if old is None or old.trainable is not trainable:
             gathered_in = self._precision.gathered_in(names, shape, trainable)
@@ -421,7 +419,7 @@ class Drafter:
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter once, with all its names."""
+    """Return every parameter once, with all its names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):

@@ -1,9 +1,9 @@
-"""Step by step: what a run took at its highest, moved and waited for; into a file, for `hf-zero report`, and into logs.
+"""Record peak memory, traffic and waits of every step, into a file for `hf-zero report` and into logs.
 
-A `Recorder` sees `Counters` alone, which are values: `diagnostics/usage.py` counts, and knows the engine.
+A `Recorder` reads `Counters` only; `diagnostics/usage.py` fills them from the engine.
 
-The file has one JSON object per line, told apart by `kind`. `facts` begins a start of training and comes with its first step;
-then `step`, `log` (what a Trainer logged: losses) and, where training came to its end, `end`. Readers pass over other kinds.
+The file has one JSON object per line, with a `kind`. `facts` begins a start of training; then come `step`, `log` (values that
+a Trainer logged) and, after training, `end`. Readers skip other kinds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .costs import TIERS
 from .work import COLLECTIVES, WAITS
 
 FORMAT = 1
-"""Of the files."""
+"""Version of the format."""
 RECENT = 64
-"""Steps whose medians a report shows."""
+"""Number of steps whose medians a report shows."""
 
 Table = dict[str, dict[str, int]]
 """Tier -> kind -> bytes."""
@@ -36,12 +36,12 @@ Table = dict[str, dict[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What an engine has counted until now.
+    """Counters of an engine.
 
     Attributes:
-        peak: bytes by tier and kind, the highest since the `Counters` before; `all` of a tier: of its kinds at one moment.
-        sent: bytes by channel, since ever.
-        wait_s: seconds that training stood still, by what it waited for, since ever.
+        peak: highest bytes by tier and kind since the last `Counters`; `all` of a tier: its sum at one moment.
+        sent: bytes by channel, since the start.
+        wait_s: seconds that training waited, by cause, since the start.
         process: bytes of the whole process, as the system counts them.
     """
 
@@ -52,20 +52,21 @@ class Counters:
 
 
 class Source(Protocol):
-    """Who counts, and who knows what was predicted."""
+    """The engine's counters and predictions."""
 
     rank: int
 
     def counters(self) -> Counters:
-        """As they are now; peaks are counted anew from here on."""
+        """Return the counters and restart the peaks."""
 
     def facts(self, backward_per_step: int) -> dict[str, Any]:
-        """Of the run, as plain values: the first line of its file."""
+        """Return the facts of the run as plain values: the first line of its file."""
 
 
 def batch_of(inputs: tuple[Any, ...], keywords: Mapping[str, Any], main_input: str) -> tuple[int, int]:
-    """Samples and tokens that a forward is given: the rows of its main input, and the elements of a matrix of token ids,
-    padding included, as the Trainer's `num_input_tokens_seen` counts them. 0 where there are none (images have no tokens).
+    """Return the samples and tokens of a forward: rows of its main input, and elements of a matrix of token ids.
+
+    Padding counts, as in the Trainer's `num_input_tokens_seen`. 0 if there are none (images have no tokens).
     """
     value = keywords.get(main_input)
     if not isinstance(value, torch.Tensor):
@@ -78,20 +79,20 @@ def batch_of(inputs: tuple[Any, ...], keywords: Mapping[str, Any], main_input: s
 
 
 class Recorder:
-    """Measures every optimizer step of an engine, from now until `close`. Made by `Engine.record`.
+    """Measures every optimizer step of an engine until `close`. `Engine.record` creates it.
 
     A step lasts from the end of the one before (the first: from its first forward) to the end of `optimizer.step()`. Updates
     that the step leaves to its thread are counted when they happen, in the next step.
 
     Attributes:
         steps: the number of the last step, counted on from the one given.
-        recorded: how many were recorded.
-        last: what is known of the last one, as it is written to the file.
+        recorded: number of recorded steps.
+        last: values of the last one, as in the file.
         path: the file, if one is written.
         peak: bytes by tier and kind, the highest of all steps.
 
     Args:
-        about: what else is known of the run (model, number of steps): plain values, kept with the facts.
+        about: further facts of the run (model, number of steps), as plain values.
         on_close: called once, by the first `close`.
 
     Raises:
@@ -113,7 +114,7 @@ class Recorder:
         self.peak: Table = {tier.value: {} for tier in TIERS}
         self._source, self._on_close, self._about = source, on_close, dict(about or {})
         self._waiting: list[dict[str, Any]] = []
-        """Logs that came before the first step: facts come first in the file."""
+        """Logs from before the first step; facts come first in the file."""
         self._is_open = True
         self._file: IO[bytes] | None = None
         if folder is not None:
@@ -128,7 +129,7 @@ class Recorder:
         self._before = self._start = source.counters()
 
     def close(self) -> None:
-        """Stop measuring. What was measured stays; safe to call again."""
+        """Stop measuring. Measurements stay; calling again does nothing."""
         if self._is_open:
             self._is_open = False
             if self.recorded:
@@ -141,7 +142,7 @@ class Recorder:
     # What the engine calls --------------------------------------------------------------------------------------------
 
     def forward(self, samples: int = 0, tokens: int = 0) -> None:
-        """A forward of the whole model begins, not a recomputation, over so much of this rank's data."""
+        """Count the samples and tokens of a forward of the whole model that begins; not of a recomputation."""
         if not torch.is_grad_enabled():
             self._evaluations += 1
             return
@@ -154,7 +155,7 @@ class Recorder:
                 self._before = self._start = self._source.counters()
 
     def step(self) -> None:
-        """`optimizer.step()` is over."""
+        """Record a step after `optimizer.step()`."""
         now = time.perf_counter()
         began = self._began if self._began is not None else now
         ended, self._ended, self._began = self._ended, now, None
@@ -189,8 +190,9 @@ class Recorder:
     # What people ask --------------------------------------------------------------------------------------------------
 
     def median(self, *keys: str) -> float | None:
-        """Of the recent steps: of `last[keys[0]][keys[1]]…`. Steps beside an evaluation and the first do not count, as long as
-        there are others.
+        """Return the median of `last[keys[0]][keys[1]]…` over recent steps.
+
+        Leaves out the first step and steps with an evaluation, unless there are no others.
         """
         if not self._recent:
             return None
@@ -204,7 +206,7 @@ class Recorder:
         return statistics.median(values)
 
     def throughput(self) -> tuple[float, float]:
-        """Samples and tokens per second of this rank, over the same steps as `median`."""
+        """Return this rank's samples and tokens per second, over the steps of `median`."""
         seconds = self.median("seconds")
         if not seconds:
             return 0.0, 0.0
@@ -215,7 +217,7 @@ class Recorder:
         return int(self.median("forwards") or 1)
 
     def logs(self) -> dict[str, float]:
-        """Of the steps since the last call, for a logger: GiB at the highest, seconds and GiB sent per step."""
+        """Return metrics of the steps since the last call, for a logger: peak GiB, seconds and GiB sent per step."""
         records = list(self._since_log)
         self._since_log.clear()
         if not records:
@@ -244,7 +246,7 @@ class Recorder:
         self.path = folder / ("zero_steps.jsonl" if rank == 0 else f"zero_steps.rank{rank}.jsonl")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # A run's folder may be a stranger's: a link there would have lines added to what it leads to.
+            # The folder may come from others: following a link there would append to its target.
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
             self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab+", buffering=0)
             if self._file.tell():
@@ -257,7 +259,7 @@ class Recorder:
             ) from error
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Numbers that belong beside the steps, such as losses: of the step that was the last."""
+        """Record logged values, such as losses, for the last step."""
         line = {"kind": "log", "step": self.steps, "at_s": time.perf_counter() - self._started, "values": dict(values)}
         if self.recorded:
             self._append(line)
@@ -275,18 +277,18 @@ class Recorder:
         self._append({"kind": "facts", "format": FORMAT, **facts}, *waiting, {"kind": "step", **_rounded(self.last)})
 
     def _append(self, *lines: Mapping[str, Any]) -> None:
-        """In one write, so that a reader of a run in progress finds whole lines."""
+        """Write lines at once: readers of a running job find full lines."""
         if self._file is None:
             return
         try:
             self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        except OSError as error:  # a full disk is no reason to stop training
+        except OSError as error:  # a full disk must not stop training
             warnings.warn(f"{self.path}: {error.strerror or error}; steps are no longer written", stacklevel=2)
             self._file = None
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Microseconds are enough."""
+    """Round to microseconds."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What lives where, in bytes per rank, what moves and what is waited for: predicted, measured, and under plain data parallel.
+"""The report of an engine: memory, traffic and waits per rank, predicted, measured, and under plain data parallel.
 
-Tiers, kinds and roads are plain words here: `device`, `host`, `disk`; those of `costs.KINDS` and `work.ROADS`.
+Tiers, kinds and roads are strings here: `device`, `host`, `disk`; those of `costs.KINDS` and `work.ROADS`.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ class TierRow:
 
     tier: str
     kind: str
-    """`all`: their sum, whose peak is that of one moment."""
+    """`all`: the sum of all kinds, whose peak is that of one moment."""
     predicted: int
-    """At rest; gradients as between backward and step."""
+    """Stored bytes; gradients as between backward and step."""
     measured: int
-    """Now."""
+    """Current bytes."""
     predicted_peak: int
     measured_peak: int | None
-    """Highest since recording began, on its own; None where nobody records, and for activations, which nobody counts."""
+    """Peak of this kind since recording began; None without a recorder, and for activations, which are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoadRow:
-    """What goes one way: collectives, the link, the disk; and the thread that steps, which only makes others wait."""
+    """Traffic and waits of one channel: a collective, the link, the disk, or the thread of the optimizer."""
 
     road: str
     predicted_bytes: int | None
-    """Per step; None where no prediction is made."""
+    """Bytes per step; None without a prediction."""
     measured_bytes: float | None
-    """Per step, the median of the recorded ones; None where nobody records."""
+    """Median bytes of the recorded steps; None without a recorder."""
     wait_s: float | None
-    """Per step, the median: how long training stood still for it."""
+    """Median seconds per step that training waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What tiers may take together, in bytes: as it was given, or what is free on this machine."""
+    """Memory limit of one or more tiers, in bytes: given, or free on this machine."""
 
     tiers: tuple[str, ...]
     limit_bytes: int
     is_budget: bool
-    """Given, by a setting; else free now."""
+    """True: given by a setting; False: free now."""
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes on one rank, over all tiers. `gathered` comes and goes within a step; the rest stays from backward to step.
+    """Bytes on one rank, over all tiers. `gathered` is temporary; the others are stored from backward to step.
 
-    Masters of another type than the parameters count as optimizer state.
+    Masters of another dtype than the parameters count as optimizer state.
     """
 
     parameters: int
@@ -97,11 +97,11 @@ class Report:
     predicted: States
     data_parallel: States
     measured: Mapping[str, int]
-    """Bytes that this rank's parameters (gathered ones too), gradients and optimizer state take now, over all tiers."""
+    """Current bytes of this rank's parameters (gathered ones too), gradients and optimizer state, over all tiers."""
     traffic: Mapping[str, Mapping[str, int]]
     units: tuple[UnitRow, ...] = field(default=())
     tiers: tuple[TierRow, ...] = ()
-    """Every kind in every tier where something is predicted or measured."""
+    """Each kind in each tier with a predicted or measured value."""
     roads: tuple[RoadRow, ...] = ()
     steps: int = 0
     """Steps recorded."""
@@ -109,7 +109,7 @@ class Report:
     """Seconds per step, the median of the recorded ones."""
     predicted_step_s: float | None = None
     process: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the whole process as the system counts them, what is not ours included."""
+    """Bytes of the whole process as the system counts them, other libraries included."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,7 +122,7 @@ class Report:
         return "\n".join([*self._head(), *self._of_tiers(), *self._of_roads(), "", *self._of_units()])
 
     def comparison(self) -> str:
-        """Predicted against measured alone: the second half of `str(report)`."""
+        """Return the table of predictions and measurements: the second half of `str(report)`."""
         return "\n".join([*self._of_tiers(), *self._of_roads()]).lstrip("\n")
 
     def _head(self) -> list[str]:
@@ -151,7 +151,7 @@ class Report:
             return []
         recorded = any(row.measured_peak is not None for row in self.tiers)
         counted = f"{'counted':>12}" if recorded else ""
-        lines = ["", f"{'MiB by tier':<24}{'at rest':>12}{'counted now':>14}{'planned peak':>16}{counted}"]
+        lines = ["", f"{'MiB by tier':<24}{'stored':>12}{'counted now':>14}{'planned peak':>16}{counted}"]
         for row in self.tiers:
             peak = f"{_mib(row.measured_peak):>12}" if recorded else ""
             line = f"{f'{row.tier}, {row.kind}':<24}{row.predicted / _MIB:>12.1f}{_held(row.measured):>14}"
@@ -186,7 +186,7 @@ class Report:
 
 
 def _held(bytes_: int) -> str:
-    """Nothing is there yet, or no more, where an optimizer makes its state with its first step."""
+    """Return True if measured state is absent because the optimizer creates it in its first step."""
     return f"{bytes_ / _MIB:.1f}" if bytes_ else "-"
 
 
@@ -195,7 +195,7 @@ def _mib(bytes_: float | None) -> str:
 
 
 def data_parallel(layout: Layout, optimizer_tensors: int) -> States:
-    """The same model under plain data parallel: everything everywhere, in the parameters' own types."""
+    """Return the bytes of plain data parallel: all states on every rank, in the parameters' dtypes."""
 
     def size(span: Span) -> int:
         return span.used_numel * itemsize(span.spec.dtype)
@@ -225,10 +225,10 @@ _SHARDED = {
 def start(
     report: Report, model: str, limits: Sequence[Limit], about: Mapping[str, str], columns: int, marks: str
 ) -> str:
-    """One screen: what is sharded how, and what each tier will hold at its peak against what it may hold.
+    """Return one screen: the sharding, and the planned peak of each tier against its limit.
 
     Args:
-        model: what it is called.
+        model: its name.
         limits: of this rank; see `diagnostics.usage`.
         about: further rows, label and text, after the model.
         columns: of the terminal.
@@ -256,7 +256,7 @@ def start(
 
 
 def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
-    """`label text`, broken between words where the terminal ends."""
+    """Return `label text`, wrapped at the terminal's width."""
     for label, text in rows:
         yield from textwrap.wrap(
             text,
@@ -269,7 +269,7 @@ def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
 
 
 def _bars(report: Report, limits: Sequence[Limit], width: int, marks: str) -> Iterator[str]:
-    """One line per tier that holds something: a bar where its limit is known."""
+    """Yield one line per used tier, with a bar if its limit is known."""
     for row in report.tiers:
         if row.kind != "all" or not row.predicted_peak:
             continue
@@ -300,14 +300,14 @@ def end(
     saved: Path | None,
     columns: int,
 ) -> str:
-    """The verdict in a few lines: time and throughput, memory counted against planned, where the time went, where to look.
+    """Return the verdict in a few lines: time, throughput, memory against the plan, waits, and where files are.
 
     Args:
-        report: taken while the recorder was still there.
+        report: taken before the recorder was closed.
         steps: optimizer steps of this start of training, which took `seconds`.
-        throughput: samples and tokens per second, of all ranks; 0 where there are none.
-        folder: where the steps are recorded, for `hf-zero report`.
-        saved: where the model is.
+        throughput: samples and tokens per second of all ranks; 0: none.
+        folder: folder of the record, for `hf-zero report`.
+        saved: folder of the model.
         columns: of the terminal.
     """
     width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
@@ -332,12 +332,12 @@ def end(
         rows.append(("model", str(saved)))
     lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}, done", *_folded(rows, width)]
     if folder:
-        lines.append(f"  {'more':<{_LABEL - 2}}hf-zero report {folder}")  # to be copied: never broken
+        lines.append(f"  {'more':<{_LABEL - 2}}hf-zero report {folder}")  # a line to copy: never wrapped
     return "\n".join(lines)
 
 
 def outside_text(process: Mapping[str, int]) -> str:
-    """Of figures that are the system's and torch's, not the engine's counts."""
+    """Return the lines of the system's and torch's own measurements."""
     parts = []
     if peak := process.get("device allocated peak"):
         parts.append(f"{size_text(peak)} allocated by torch on the device at peak")
@@ -347,7 +347,7 @@ def outside_text(process: Mapping[str, int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`1 h 02 min`, `4 min 53 s`, `7.3 s`."""
+    """Return `1 h 02 min`, `4 min 53 s` or `7.3 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,11 +1,10 @@
-"""What a plan is made from, and the placement of `auto`: units fill the fastest memory that has room for them.
+"""The inputs of a plan, and the placement of `auto`: a greedy fill of the fastest memory with whole units.
 
-States of a unit are in one tier: its parameters in one, its optimizer state in one. Everything begins in the slowest tier that
-is needed at all. Then units move up, whole, in the order in which a forward uses them: first to the device, then from disk to
-host memory. Whether optimizer state or parameters go first is decided by the predicted time of a step, so what saves the most
-time per byte gets the fastest memory.
+A unit's parameters are in one tier, and so is its optimizer state. Everything starts in the slowest tier. Then units move up in
+the order in which a forward uses them: first to the device, then from disk to host memory. The predicted time of a step decides
+whether optimizer state or parameters move first.
 
-Every rank computes the same placement: it depends on nothing but the inputs, which are the same on all ranks.
+The placement depends only on the inputs, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ NOMINAL = {
     "disk_write": 2.5e9,
     "collective": 1e10,
 }
-"""Speeds that order the choices where none are known."""
+"""Speeds that order the choices if none are known."""
 TIE = 1e-3
-"""Weight of the sum of all parts beside the time itself: of placements that take equally long, the one that moves less."""
+"""Weight of the sum of all parts, added to the time: of equally fast placements the one with less traffic wins."""
 NEARNESS = 1 / 256
-"""How near the least budget is found, of itself."""
+"""Relative precision of the least budget."""
 ATTEMPTS = 4
-"""To leave enough free for ranks that own more than the mean."""
+"""Attempts to leave enough memory free for ranks that own more than the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Budgets:
     together: int | None = None
 
     def rows(self) -> Iterator[tuple[str, tuple[Tier, ...], int]]:
-        """The limits there are: name, tiers, bytes."""
+        """Yield the given limits: name, tiers, bytes."""
         for name, tiers in (
             ("device", (Tier.DEVICE,)),
             ("host", (Tier.HOST,)),
@@ -68,23 +67,23 @@ class Budgets:
                 yield name, tiers, limit
 
     def excess(self, memory: Memory) -> dict[str, int]:
-        """Bytes by which `memory` may be over each limit."""
+        """Return the bytes by which `memory` may exceed each limit."""
         over = {name: sum(memory.at_most(tier) for tier in tiers) - limit for name, tiers, limit in self.rows()}
         return {name: value for name, value in over.items() if value > 0}
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan is made from.
+    """The inputs of a plan.
 
     Args:
-        layout: cut for `world_size` owners (one at stage 0).
-        machine: one rank's share of it.
+        layout: partitioned for `world_size` owners (one at stage 0).
+        machine: one rank's share.
         optimizer_tensors: tensors of state per master; 2 for Adam.
         batch: for activations and computing time; None: both are left out.
-        backward_per_step: micro-batches that add up to a step.
-        in_files: names of parameters whose values the model's own files have, and may keep.
-        sizes: of the blocks and records that offloaded state is updated and moved in.
+        backward_per_step: micro-batches of a step.
+        in_files: names of parameters that may stay in the model's own files.
+        sizes: sizes of blocks and slabs of offloaded state.
 
     Raises:
         ConfigError: an offload that the stage does not allow, a layout for another number of ranks, a number below its least.
@@ -118,7 +117,7 @@ class PlanInputs:
             )
 
     def changed(self, world_size: int, **settings: Any) -> PlanInputs:
-        """The same model with other settings, or on another number of ranks: cut anew where that needs it."""
+        """Return the inputs with other settings or another number of ranks, repartitioned if needed."""
         config = replace(self.config, **settings)
         shards = config.shards(world_size)
         units = ((unit.name, [slot.spec for span in unit.spans for slot in span.slots]) for unit in self.layout.units)
@@ -127,7 +126,7 @@ class PlanInputs:
 
     @cached_property
     def setup(self) -> Setup:
-        """What the formulas of `costs` need of it."""
+        """The inputs of the formulas of `costs`."""
         return Setup(
             self.config.policy_for(self.world_size),
             self.world_size,
@@ -143,7 +142,7 @@ class PlanInputs:
 
     @property
     def budgets(self) -> Budgets:
-        """Of the settings, else of the machine."""
+        """The memory limits of the settings, else of the machine."""
         device, host = (
             None if limit is None else int(limit) for limit in (self.config.device_memory, self.config.host_memory)
         )
@@ -158,14 +157,14 @@ class PlanInputs:
 
     @property
     def activations(self) -> tuple[int, int]:
-        """Bytes on the device and on the host: an estimate."""
+        """Estimated bytes of activations on the device and on the host."""
         if self.batch is None:
             return 0, 0
         return activation_bytes(self.batch, itemsize(self._compute_dtype), self.precision.autocast_dtype is not None)
 
     @property
     def compute_s(self) -> float | None:
-        """0: no batch is known. None: no rate is."""
+        """Seconds of computation. 0: without a batch. None: the rate is not known."""
         if self.batch is None:
             return 0.0
         rate = self.machine.flops.get(self._compute_dtype)
@@ -174,14 +173,14 @@ class PlanInputs:
 
     @property
     def _compute_dtype(self) -> str:
-        """The one in which most parameters are used."""
+        """The compute dtype of most parameters."""
         numel: dict[str, int] = {}
         for span in self.layout.spans:
             numel[span.spec.compute_dtype] = numel.get(span.spec.compute_dtype, 0) + span.used_numel
         return max(numel, key=lambda dtype: numel[dtype], default="float32")
 
     def all_in(self, parameters: Tier, optimizer: Tier) -> tuple[Placement, ...]:
-        """Everything in these two tiers."""
+        """Place all parameters in one tier and all optimizer state in another."""
         placements = []
         for span in self.layout.spans:
             stretches = ((optimizer, span.slice_numel),) if span.is_updated else ()
@@ -193,7 +192,7 @@ class PlanInputs:
 
 
 Move = tuple[bool, Tier]
-"""Whether optimizer state moves (else parameters); to which tier."""
+"""True if optimizer state moves, False if parameters move; and the new tier."""
 Pair = tuple[Tier, Tier]
 """The tier of parameters, the tier of optimizer state."""
 Bytes = dict[Tier, int]
@@ -207,7 +206,7 @@ def solve(inputs: PlanInputs) -> tuple[Placement, ...] | None:
 
 
 def _sized(layout: Layout, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """With as many elements of ragged slices as this layout's."""
+    """Return the placements with this layout's sizes of ragged slices."""
     return tuple(
         Placement(each.parameters, tuple((tier, span.slice_numel) for tier, _ in each.optimizer)) if span.cuts else each
         for span, each in zip(layout.spans, placements)
@@ -215,12 +214,12 @@ def _sized(layout: Layout, placements: Sequence[Placement]) -> tuple[Placement, 
 
 
 def fits(inputs: PlanInputs) -> bool:
-    """Return whether any placement fits; cheaper than to find a fast one."""
+    """Return True if any placement fits; cheaper than finding a fast one."""
     return _Filler(inputs).fits(inputs.budgets)
 
 
 def needed_bytes(inputs: PlanInputs) -> dict[str, int]:
-    """Return by budget what it has to be for a placement to fit, the others as they are; left out where it cannot help."""
+    """Return for each budget the least value with which a placement fits; budgets that cannot help are left out."""
     out, filler = {}, _Filler(inputs)
     for name, _, limit in inputs.budgets.rows():
         if not filler.fits(replace(inputs.budgets, **{name: None})):
@@ -239,7 +238,7 @@ def needed_bytes(inputs: PlanInputs) -> dict[str, int]:
 
 
 class _Unit:
-    """Bytes of one unit's states, by where they are."""
+    """Bytes of one unit's states by tier."""
 
     def __init__(self, unit: UnitLayout, setup: Setup) -> None:
         self._spans, self._setup = [*unit.spans], setup
@@ -274,7 +273,7 @@ class _Unit:
 
 
 class _Filler:
-    """Moves units up as far as budgets allow, of a layout whose ranks all own the mean."""
+    """Moves units up as far as budgets allow, in a layout where every rank owns the mean."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self._layout = inputs.layout
@@ -303,7 +302,7 @@ class _Filler:
                     yield found
 
     def _orders(self, pair: Pair) -> Iterator[list[Move]]:
-        """The orders in which states move up from two tiers: optimizer state or parameters first, to each tier."""
+        """Yield the orders of moves from two tiers: optimizer state or parameters first, to each tier."""
         targets = TIERS[: max(map(TIERS.index, pair))]
         both = (True, False) if self._allowed == (TIERS, TIERS) else (True,)
         for first in product(both, repeat=len(targets)):
@@ -311,7 +310,7 @@ class _Filler:
             yield [(each, tier) for each, tier in moves if tier in self._allowed[each]]
 
     def _filled(self, pair: Pair, moves: Sequence[Move], budgets: Budgets) -> tuple[Placement, ...] | None:
-        """Everything in two tiers, and then moved up as far as budgets allow; None where that does not fit."""
+        """Start in two tiers and move units up as far as budgets allow; None if that does not fit."""
         spare: dict[str, int] = {}
         for _ in range(ATTEMPTS):
             rows = [(tiers, limit - spare.get(name, 0)) for name, tiers, limit in budgets.rows()]
@@ -321,7 +320,7 @@ class _Filler:
             over = self._excess(budgets, placements)
             if not over:
                 return placements
-            # What is reserved was less than what is there, or a rank owns more than the mean.
+            # Too little was reserved, or a rank owns more than the mean.
             spare |= {name: 2 * (spare.get(name, 0) + value) for name, value in over.items()}
         return None
 
@@ -359,7 +358,7 @@ class _Filler:
         return tuple(found[index] for index in sorted(found))
 
     def _reserve(self, pair: Pair) -> Bytes:
-        """What is there beside states, with all of them in these tiers."""
+        """Return the bytes that are not states, with all states in these tiers."""
         if pair not in self._reserved:
             memory = self._inputs.memory(self._inputs.all_in(*pair))
             self._reserved[pair] = {
@@ -368,14 +367,14 @@ class _Filler:
         return self._reserved[pair]
 
     def cost(self, placements: Sequence[Placement]) -> float:
-        """Seconds of a step, and a little for the sum of all its parts."""
+        """Return the seconds of a step, and a small share of the sum of its parts."""
         inputs = self._inputs
         work = work_in_total(inputs.layout, placements, inputs.setup)
         parts = {key: value or 0.0 for key, value in seconds(work, self._machine, inputs.compute_s or 0.0).items()}
         return (step_seconds(parts, self._machine, inputs.setup) or 0.0) + TIE * sum(parts.values())
 
     def _excess(self, budgets: Budgets, placements: Sequence[Placement]) -> dict[str, int]:
-        """Bytes by which any rank may be over each limit."""
+        """Return the bytes by which any rank may exceed each limit."""
         over = budgets.excess(self._inputs.memory(placements))
         if self._layout is not self._inputs.layout and self._layout.imbalance():
             for rank in range(self._layout.shards):

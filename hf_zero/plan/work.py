@@ -1,4 +1,4 @@
-"""Bytes that a step moves on one rank, by phase and road, and the seconds that these take; see `costs` for the words."""
+"""Bytes that a step moves on one rank, by phase and road, and their seconds; `costs` defines the words."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Work = dict[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One thing that a step moves bytes by, or stands still for."""
+    """A channel by which a step moves bytes, or for which it waits."""
 
     label: str
-    """Of waiting for it."""
+    """Label of waiting for it."""
     advice: str
-    """What helps where waiting for it takes long."""
+    """Advice if waiting for it takes long."""
     speed: str = ""
-    """The field of `Machine` with its bytes per second; empty: its time is not predicted."""
+    """The field of `Machine` with its bytes per second; empty: not predicted."""
 
 
 _UNEVEN = "ranks arrive at different times: even out their batches, look for a slow rank"
@@ -86,30 +86,30 @@ CHANNELS: Mapping[str, Channel] = {
     "device": Channel("", "", "device_bandwidth"),
     "host": Channel("", "", "host_bandwidth"),
 }
-"""By name. The optimizer's own reads and writes in device and host memory are the last two."""
+"""Channels by key. The last two are the optimizer's reads and writes in device and host memory."""
 COLLECTIVES = ("gather", "reduce", "scalar", "agree")
 LINKS = ("down", "up", "read", "write")
 ROADS = ("gather", "reduce", *LINKS)
 """Channels whose bytes are predicted."""
 WAITS = (*COLLECTIVES, *LINKS, "optimizer")
-"""What training stands still for; `optimizer`: the thread that steps over offloaded state."""
+"""Channels that training waits for; `optimizer`: the thread that steps over offloaded state."""
 
 
 def uses(layout: Layout, setup: Setup) -> list[int]:
-    """How often a step brings each unit in, where it is released between its uses.
+    """Return how often a step gathers or loads each unit, if it is released between its uses.
 
-    Most units once forward and once backward. What ends the forward is still there when backward begins, as are units that are
-    kept, and an embedding's backward needs no weights.
+    Most units once in the forward and once in the backward. The last units of the forward and kept units are still gathered in
+    the backward, and an embedding's backward needs no weights.
     """
     again = {*layout.gathered_twice()} - setup.kept
     return [setup.backward_per_step * (1 + (at in again)) if use.first else 0 for at, use in enumerate(layout.uses())]
 
 
 def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
-    """One span's part in a step. `used` is its unit's entry of `uses`.
+    """Return one span's bytes in a step. `used` is its unit's entry of `uses`.
 
     Gathers and reduces: Rajbhandari et al. (arXiv 1910.02054), section 7: 2 per parameter for stages 1 and 2, 3 for stage 3. A
-    ring all-reduce (stage 0) sends 2 (N-1)/N of the buffer. The rest is counted from what moves where.
+    ring all-reduce (stage 0) sends 2 (N-1)/N of the buffer.
     """
     others = (span.shards if span.shards > 1 else setup.world_size) - 1
     compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
@@ -183,7 +183,7 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
 
 
 def across_bytes(span: Span, setup: Setup) -> float:
-    """Of a span's reduces in a step, what goes to other replicas: a slice's mean over as many ranks as there are replicas."""
+    """Return the bytes of a span's reduces that go to other replicas: the mean of a slice over all replicas."""
     replicas = setup.world_size // span.shards
     if not span.is_updated or replicas == 1 or not setup.policy.shard:
         return 0
@@ -195,7 +195,7 @@ def across_bytes(span: Span, setup: Setup) -> float:
 
 
 def _sent_bytes(numel: int, span: Span, setup: Setup) -> int:
-    """Of so many elements of a gradient, one part of what is sent."""
+    """Return the bytes sent for `numel` elements of a gradient, one part."""
     coded = _is_coded(numel, span, setup)
     return CODECS[setup.wire].nbytes(numel) if coded else numel * itemsize(wire_dtype(span, setup))
 
@@ -205,7 +205,7 @@ def _is_coded(numel: int, span: Span, setup: Setup) -> bool:
 
 
 def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Work:
-    """The sum over all spans."""
+    """Return the sum over all spans."""
     total: Work = {}
     for unit, used in zip(layout.units, uses(layout, setup)):
         for span in unit.spans:
@@ -225,26 +225,26 @@ class Traffic:
     read: int = 0
     write: int = 0
     across: int = 0
-    """Of `reduce`, what goes to other replicas."""
+    """The part of `reduce` that goes to other replicas."""
 
     @staticmethod
     def of(work: Work, layout: Layout, placements: Sequence[Placement], setup: Setup) -> Traffic:
-        """`work`: of all spans, see `work_in_total`."""
+        """Build from the `work` of all spans; see `work_in_total`."""
         moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS}
         across = sum(across_bytes(span, setup) for span in layout.spans)
         return Traffic(**moved, across=round(across))
 
 
 def speed(machine: Machine, road: str) -> float | None:
-    """Bytes per second on a channel; None: not known."""
+    """Return bytes per second of a channel; None: not known."""
     rate: float | None = getattr(machine, CHANNELS[road].speed)
     return rate
 
 
 def resource(road: str, machine: Machine) -> str:
-    """What a channel (or `compute`) occupies: those of one resource take turns, others go on at the same time.
+    """Return the resource of a channel (or of `compute`): one resource is shared in turns, different ones overlap.
 
-    On a CPU everything but the disk is the processor's work.
+    On a CPU the processor does everything but disk transfers.
     """
     if machine.shares_memory and road not in ("read", "write"):
         return "processor"
@@ -252,13 +252,13 @@ def resource(road: str, machine: Machine) -> str:
 
 
 def phase_of(phase: str, setup: Setup) -> str:
-    """Stepping in backward makes one phase of two."""
+    """Return the phase; `step_in_backward` merges two phases."""
     return PASSES if phase == STEP and setup.step_in_backward else phase
 
 
 def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
-    """Of one step on `tokens` tokens: 2 per parameter and token forward, 2 for the inputs' gradients, 2 for the parameters' own
-    where they are trained, 2 for the recomputation under activation checkpointing.
+    """Return the operations of one step. Per parameter and token: 2 in the forward, 2 for the inputs' gradients, 2 for the
+    gradients of trained parameters, 2 for recomputation.
 
     Kaplan et al. 2020 (arXiv 2001.08361), section 2.1; attention scores are left out.
     """
@@ -267,7 +267,7 @@ def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
 
 
 def seconds(work: Work, machine: Machine, compute_s: float | None) -> dict[tuple[str, str], float | None]:
-    """Every part of the step by itself; None where no speed is known. `compute_s`: of all passes."""
+    """Return the seconds of each part of a step by itself; None if its speed is not known. `compute_s`: all passes."""
     parts: dict[tuple[str, str], float | None] = {(PASSES, "compute"): compute_s} if compute_s != 0 else {}
     for (phase, road), value in work.items():
         rate = speed(machine, road)
@@ -276,9 +276,9 @@ def seconds(work: Work, machine: Machine, compute_s: float | None) -> dict[tuple
 
 
 def step_seconds(parts: Mapping[tuple[str, str], float | None], machine: Machine, setup: Setup) -> float | None:
-    """Phases one after another; in each, the busiest resource. None where a part is not known.
+    """Return the sum over phases of the busiest resource's seconds; None if a part is not known.
 
-    A bound from below for perfect overlap within a phase, as in Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 4.
+    This is a lower bound, with perfect overlap within a phase, as in Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 4.
     """
     busy: dict[tuple[str, str], float] = {}
     for (phase, road), value in parts.items():

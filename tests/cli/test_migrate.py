@@ -346,7 +346,7 @@ def test_the_number_of_replicas_follows_from_the_ranks(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a: [1", "is not valid YAML"), ("[1, 2]", "expected settings by name"),
+        ("a: [1", "is not valid YAML"), ("[1, 2]", "expected names with settings"),
         ({"model_type": "gpt2"}, "is neither a DeepSpeed config"),
         ({"zero_optimization": {"stage": 7}}, "stage must be 0, 1, 2 or 3"),
     ],

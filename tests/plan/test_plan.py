@@ -201,7 +201,7 @@ def test_in_float32_one_memory_is_parameter_and_master():
     # Parameters that were to rest slower than their masters rest with them.
     made = make(blocks(2, 2 * n, 2), 2, offload_params="disk")
     assert made.placements == (Placement(DEVICE, ((DEVICE, n),)),) * 2
-    assert any("rest with it" in reason for reason in made.reasons)
+    assert any("stored with it" in reason for reason in made.reasons)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
