@@ -5,8 +5,8 @@
 
 Each rank is a process of its own. A round does every measurement once, in an order that turns from round to round; ratios are
 taken within a round. `raw` is the ceiling: all ranks write the same number of bytes from memory at the same time, each into a
-file of its own, and fsync it, or read them after the page cache was told to forget them. Everything is durable: peers that do
-not fsync are followed by one, of every file they wrote. Extra memory is the high-water mark of resident memory during a save,
+separate file, and fsync it, or read them after they left the page cache. Everything is durable: all files of peers that do
+not fsync are synced after them. Extra memory is the high-water mark of resident memory during a save,
 over its start.
 """
 
@@ -80,7 +80,7 @@ def launch(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Rank:
-    """What one rank measures."""
+    """Arguments of one rank."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
@@ -123,7 +123,7 @@ class Rank:
         return float(value)
 
     def settle(self) -> None:
-        """Nothing of the measurement before is still on its way to the disk."""
+        """Wait until writes of the last measurement are on disk."""
         if self.rank == 0:
             os.sync()
         self.dist.barrier()
@@ -164,7 +164,7 @@ class Rank:
         return self.slowest(blocked), self.slowest(time.perf_counter() - start)
 
     def copy(self) -> float:
-        """The bytes that an asynchronous save keeps, copied once into new memory."""
+        """Copy the bytes that an asynchronous save keeps into new memory."""
         masters = [span.values() for unit in self.engine.units for span in unit.spans]
         states = [v for s in self.optimizer.state.values() for v in s.values() if v.numel() > 1]
 
@@ -176,7 +176,7 @@ class Rank:
         return seconds
 
     def gathered(self, write: Callable[[Any, Path], None], name: str) -> float:
-        """What a program does that has the whole model in one place: gather, then rank 0 writes."""
+        """Gather the full model; rank 0 writes it."""
         path = self.fresh(name)
 
         def work() -> None:
@@ -213,7 +213,7 @@ class Rank:
         self.dist.barrier()
 
     def raw_read(self) -> float:
-        """The checkpoint's own bytes, half of every file by each of two ranks, into memory that is there."""
+        """Read the checkpoint's bytes into allocated memory, half of every file on each of two ranks."""
         path = self.folder / "hf_zero"
         self.forget(path)
         files = sorted(file for file in path.rglob("*.safetensors"))
@@ -236,7 +236,7 @@ class Rank:
         return self.timed(lambda: self.engine.load(path, verify=verify))
 
     def verify(self) -> float:
-        """On rank 0 alone, one thread, from the page cache: what one processor checks."""
+        """Verify on rank 0, in one thread, from the page cache."""
         path = self.folder / "hf_zero"
         for _ in range(2):
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks as processes that end together, and where and with what numbers were taken."""
+"""Shared by the benchmarks: start ranks as processes that end together, and describe the machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def tail(logs: Iterable[Path], lines: int = 15) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on and that are installed."""
+    """Return versions of the installed packages that results depend on."""
     found = {}
     for package in PACKAGES:
         try:
@@ -123,7 +123,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(world_size: int) -> dict[str, Any]:
-    """Where and with what the numbers were taken."""
+    """Describe machine, versions and date."""
     processor = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = [

@@ -40,11 +40,11 @@ class Options:
     timeout: float
     output: Path | None
     job: Job
-    """What every launch has in common."""
+    """Options of every launch."""
 
 
 def measure(options: Options, console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Every launch of the run; returns the results by engine, and what failed or was left out with the reason."""
+    """Run all launches; return results by engine, and failed or skipped ones with the reason."""
     results: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     plan = plan_launches(options)
@@ -143,7 +143,7 @@ def summarize(found: dict[str, list[list[dict[str, Any]]]], job: Job) -> dict[st
 
 
 def tables(results: dict[str, dict[str, Any]], job: Job) -> list[Table]:
-    """What a person reads: time and traffic, then memory, then host work."""
+    """Return the tables: time and traffic, memory, host work."""
     chosen = {
         "step": [(engine, time_cells(row)) for engine, row in results.items() if "ratio" in row],
         "memory per rank, MiB (÷ DDP)": [(engine, memory_cells(results, engine)) for engine in results],

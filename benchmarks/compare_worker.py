@@ -131,7 +131,7 @@ def sent_bytes() -> int:
 
 
 def sent_by(action: Callable[[], object]) -> int:
-    """What `action` puts on the wire."""
+    """Return the bytes that `action` sends."""
     quiet()
     before = sent_bytes()
     action()

@@ -90,7 +90,7 @@ def llama(width: int = 16) -> Any:
 
 
 def stepping(model: nn.Module, clip: Callable[[torch.optim.Optimizer], Callable[[], object]]) -> Callable[[], None]:
-    """One training step of `model`, after five that settle what the engine learns; `clip` gives the call that clips."""
+    """Return a training step of `model`, after five warm-up steps; `clip` is the function that clips."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
     clipping = clip(optimizer)
@@ -167,7 +167,7 @@ def launched(rounds: int) -> list[dict[str, Any]]:
 
 
 def report(ranks: list[dict[str, Any]], console: Console) -> bool:
-    """Print every count beside its bound; return whether all are within."""
+    """Print each count with its bound; return True if all are within."""
     fits = True
     table = Table(
         "stage", "offload_optimizer", "calls into or out of hf_zero", "bound", "calls beyond a plain step", "bound"

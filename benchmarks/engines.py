@@ -37,7 +37,7 @@ what is large, and not the vocabulary."""
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one launch measures: everything a rank has to know."""
+    """Arguments of one launch."""
 
     engine: str
     measure: str
@@ -203,7 +203,7 @@ def _deepspeed(stage: int, strict: bool = False) -> Callable[[Job, nn.Module], S
         import deepspeed
 
         zero: dict[str, Any] = {"stage": stage}
-        if strict:  # else a model under 1e9 elements is gathered once and held: stage 3 by name only
+        if strict:  # by default a model under 1e9 elements stays gathered, which is not stage 3
             zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
         config = {
             "train_micro_batch_size_per_gpu": job.batch,

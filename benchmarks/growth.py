@@ -1,4 +1,4 @@
-"""What grows with blocks and with ranks: seconds, Python calls and memory of shard, a step, save, load, and a plan.
+"""Measure growth with blocks and ranks: seconds, Python calls and memory of shard, a step, save, load, and a plan.
 
     python benchmarks/growth.py --output growth.json --plot growth.png
 
@@ -77,7 +77,7 @@ def calls_of(call: Callable[[], Any]) -> int:
 
 
 def row(blocks: int, width: int, stage: int, ranks: int, *, saves: bool) -> dict[str, Any]:
-    """Of this rank, over the process group that is open. A collective."""
+    """Measure this rank, over the open process group. A collective."""
     from hf_zero.core.precision import Precision
     from hf_zero.plan.machine import Machine
     from hf_zero.plan.plan import Drafter, plan
@@ -180,7 +180,7 @@ def exponent(rows: Sequence[dict[str, Any]], size: str, cost: Callable[[dict[str
 
 
 def show(title: str, rows: Sequence[dict[str, Any]], size: str) -> dict[str, float]:
-    """Prints a table; returns the exponents."""
+    """Print a table and return the exponents."""
     print(f"\n{title}\n{'':>12}" + "".join(f"{each[size]:>12,}" for each in rows) + f"{'exponent':>12}")
     found: dict[str, float] = {}
     costs: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -1,6 +1,6 @@
 """Measure offloading: the step over host memory and disk against what the hardware gives, training steps, the plan.
 
-    python benchmarks/offload.py                                    # all kinds; what cannot run here is told
+    python benchmarks/offload.py                                    # all kinds; those that cannot run here are listed
     python benchmarks/offload.py --kinds step-disk --folder /data/scratch --output runs/offload.json
 
 `offload_worker.py` says how each number is taken. Quote the ratios: they are medians over turns next to each
@@ -30,7 +30,7 @@ from rich.table import Table
 
 WORKER = Path(__file__).with_name("offload_worker.py")
 GPU_MARGIN_BYTES = 12 << 30
-"""Of device memory, beside states: activations and what libraries take."""
+"""Device memory for activations and libraries."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ LLAMA_NUMEL = {"tiny": 5e6, "1b": 1.35e9, "3b": 3.43e9, "7b": 6.74e9}
 
 def _plan(options: Options) -> Cases:
     auto = {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto"}
-    # What comes and goes takes 22.6 GiB of the device at its highest, states 2.9 GiB in all.
+    # Temporary buffers take at most 22.6 GiB of device memory, states 2.9 GiB in all.
     budgets = {
         "room for all": ("80GiB", "64GiB"),
         "device and host": ("24GiB", "64GiB"),

@@ -4,12 +4,12 @@ A measurement is a list of *subjects* that take turns in the same processes, in 
 machine does hits all alike. In a turn all ranks start together, and the slowest rank's time counts. Each subject comes
 with the bytes that one turn of it must move through memory or to and from the disk, so that speeds can be compared.
 
-* `step-host`: `optimizer.step()` until the last parameter is where it rests, against three references over as many elements:
+* `step-host`: `optimizer.step()` until the last parameter is stored, against three references over as many elements:
   in-place torch operators with the same reads and writes (no arithmetic to speak of: the bandwidth there is), torch's fused
   AdamW over one tensor, and, where types differ, the operators that such a step is made of, in a plain loop over blocks: the
   gradient's cast, the fused kernel, the parameter's cast.
 * `step-disk`: the same step with the optimizer's state on disk, against plain positional O_DIRECT reads and writes of as many
-  bytes in a file beside it, each request written after it was read, and against DeepSpeed's NVMe path over as many elements.
+  bytes in a second file, each request written after it was read, and against DeepSpeed's NVMe path over as many elements.
 * `train`: whole steps of a GPT-2-class model, against the same stage with nothing offloaded.
 * `gpu`: whole steps of a Llama-class model on one GPU, each engine in processes of its own.
 * `plan`: `hf_zero.plan.plan` for GPT-3's shapes on 1,024 ranks.
@@ -49,10 +49,10 @@ BLOCK_NUMEL = 1 << 19
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadJob(Job):
-    """What one launch measures. `measure` is the kind, `engine` the case's name within it."""
+    """Arguments of one launch. `measure` is the kind, `engine` the case within it."""
 
     config: Mapping[str, Any]
-    """Of `ZeroConfig`, or the engine's own."""
+    """Settings of `ZeroConfig`, or of the engine."""
     numel: int = 1 << 26
     """Elements of optimizer state per rank, about, of the kinds that step without a real model."""
     folder: str | None = None
@@ -63,7 +63,7 @@ class OffloadJob(Job):
 
 @dataclass
 class Subject:
-    """What takes turns. `ready` comes before each turn and is not timed."""
+    """A subject that takes turns. `ready` runs before each turn, untimed."""
 
     turn: Callable[[], Any]
     bytes: float = 0.0
@@ -313,7 +313,7 @@ def storage_bytes() -> tuple[int, int]:
 
 
 Trainable = tuple[Step, Callable[[], Any]]
-"""A step, and what waits until the last one's parameters are where they rest."""
+"""A step, and a wait until the last step's parameters are stored."""
 
 
 def _loop(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, no_sync: Callable[[], Any]) -> Step:
@@ -396,7 +396,7 @@ class Trained:
         self._step, self._finish = ENGINES[job.engine.split()[0]](job, model)
 
     def turn(self) -> None:
-        """Several steps: what is left to do after one goes on in the next one's forward."""
+        """Several steps: remaining work of one continues in the next forward."""
         for _ in range(STEPS_PER_TURN):
             self._losses.append(self._step(self.batches()))
         self._finish()
@@ -427,7 +427,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "3b": {"hidden_size": 3200, "intermediate_size": 8640, "num_hidden_layers": 26, "num_attention_heads": 32},
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
-"""Llama shapes, smallest first; the rest as in Llama 2."""
+"""Llama shapes, smallest first; other settings as in Llama 2."""
 
 
 def llama(size: str, sequence: int, device: torch.device) -> nn.Module:
@@ -445,7 +445,7 @@ def llama(size: str, sequence: int, device: torch.device) -> nn.Module:
 
 
 def available_bytes() -> int:
-    """Of host memory: page-locked memory counts here, which a process' resident bytes leave out."""
+    """Return used host memory, with page-locked memory, which resident bytes leave out."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -40,7 +40,7 @@ DEFAULT_MODEL = {"clm": "gpt2-tiny"}
 
 @dataclass
 class ScriptArguments(DataArguments):
-    """Arguments of this script. `None`: chosen to suit the rest."""
+    """Arguments of this script. `None`: chosen to suit the others."""
 
     task: Literal["clm", "mlm", "classification", "token-classification", "question-answering"] = field(
         default="clm",

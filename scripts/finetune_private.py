@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="C: the bound on each image's gradient")
     parser.add_argument("--noise-multiplier", type=float, default=1.0, help="sigma: standard deviation of noise / C")
     parser.add_argument(
-        "--noise", choices=("total", "each"), default="total", help="who has sigma: the sum, or each rank"
+        "--noise", choices=("total", "each"), default="total", help="sigma of the noise: of the sum, or of each rank"
     )
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument(

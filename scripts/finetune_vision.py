@@ -41,7 +41,7 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "inception-tiny": ("inception", {"width": 0.0625, "image_size": 32}),
     "inception-v3": ("inception", {}),
 }
-"""Model type and settings by name."""
+"""Model type and settings of each built-in model."""
 
 
 @dataclass

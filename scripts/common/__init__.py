@@ -1,1 +1,1 @@
-"""What the scripts share: command lines, data, models, metrics, and one training run."""
+"""Shared by the scripts: command lines, data, models, metrics, and one training run."""

@@ -32,7 +32,7 @@ _WIDTH, _LABEL = 118, 34
 
 @dataclass
 class DataArguments:
-    """Arguments of every script about model and data. `None`: chosen to suit the rest."""
+    """Arguments of every script about model and data. `None`: chosen to suit the others."""
 
     model: str | None = field(
         default=None, metadata={"help": "a built-in model trained from scratch, Hub id or folder"}

@@ -61,10 +61,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def image_folder(folder: str | Path, side: int, channels: int = 3) -> Images:
-    """`folder/CLASS/*.png`, or `folder/train/CLASS/…` with `validation` or `test` beside it.
+    """`folder/CLASS/*.png`, or `folder/train/CLASS/…` with `validation` or `test` next to `train`.
 
     Raises:
-        ValueError: no images, or fewer than two classes; says what is there.
+        ValueError: no images, or fewer than two classes; the message lists what was found.
     """
     top = Path(folder)
     train = top / "train" if (top / "train").is_dir() else top

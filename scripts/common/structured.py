@@ -105,7 +105,7 @@ def text_for_tokenizer(task: str, data: Dataset) -> tuple[Dataset, str]:
 def check_columns(task: str, data: DatasetDict) -> None:
     """
     Raises:
-        UserError: a column that `task` needs is not there.
+        UserError: a column that `task` needs is missing.
     """
     missing = [name for name in CORPORA[task][1] if name not in data["train"].column_names]
     if missing:

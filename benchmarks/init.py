@@ -1,11 +1,11 @@
-"""Measure the birth of a model under `zero.Init`: memory and time, against the plain constructor and the raw disk.
+"""Measure memory and time of creating a model under `zero.Init`, against the plain constructor and the raw disk.
 
-    python benchmarks/birth.py --folder /data/scratch                # a 1.3 GB Llama-class model, 2 ranks
-    python benchmarks/birth.py --folder /data/scratch --layers 32 --output runs/init.json
+    python benchmarks/init.py --folder /data/scratch                # a 1.3 GB Llama-class model, 2 ranks
+    python benchmarks/init.py --folder /data/scratch --layers 32 --output runs/init.json
 
-Every measurement is a launch of its own, all ranks at once. Memory is the high-water mark of resident anonymous memory over
-what was there after the imports; glibc's thresholds are pinned, so that what is freed is given back. Before each load the page
-cache is told to forget the files. `raw` reads the same share of the same bytes with plain `preadv` into one small buffer.
+Each measurement is one launch of all ranks. Memory is the high-water mark of resident anonymous memory over that after the
+imports; glibc's thresholds are pinned, so that freed memory is returned. Files leave the page cache before each load. `raw`
+reads the same share of the same bytes with plain `preadv` into one small buffer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def config_of(options: argparse.Namespace) -> Any:
 
 
 def launch(options: argparse.Namespace, kind: str) -> list[dict[str, float]]:
-    """All ranks of one measurement, each a process; their results in rank order."""
+    """Run one measurement, one process per rank; return results in rank order."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
