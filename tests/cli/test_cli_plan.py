@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_said(capsys, folder):
         (("--parameters", "many"), "expected a number such as 7.5B"),
         (("--parameters", "1B", "--plot", "x.png"), "add --sweep"),
         (("--parameters", "1B", "--world-size", "0"), "--world-size must be at least 1"),
-        (("--parameters", "1B", "--machine", "/nowhere.json"), "no machine file"),
+        (("--parameters", "1B", "--machine", "/nowhere.json"), "not a machine file"),
         (("--parameters", "1B", "--device-memory", "lots", "--zero-stage", "1"), "--device-memory: expected a size"),
         (("--parameters", "1B", "--device-memory", "-5GiB"), "--device-memory: expected a size"),
         (("--parameters", "1B", "--sweep", "--plot", "/nowhere/x.png"), "no folder /nowhere"),
