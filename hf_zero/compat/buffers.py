@@ -34,7 +34,7 @@ from ..tiers.fingerprint import fingerprint
 Sign = tuple[tuple[int, ...], str]
 """Shape and dtype."""
 Prints = dict[str, tuple[Sign, list[int]]]
-"""By name, sign and digest."""
+"""Names, each with a sign and a digest."""
 _ALIGN = 16
 """The bytes of every buffer in a message begin at a multiple of this."""
 _EVERY = 64
@@ -55,7 +55,7 @@ class Buffers(Observer):
         self._skipped: set[tuple[int, str]] = set()
         """Places of live buffers."""
         self._own: set[str] = set()
-        """Of another shape or dtype on some rank: each rank keeps its own."""
+        """Buffers that have another shape or dtype on some rank: each rank keeps its own."""
         self._prints: Prints = {}
         self._sum = 0
         self._written: set[str] = set()

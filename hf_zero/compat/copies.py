@@ -117,7 +117,7 @@ def _strip(root: nn.Module) -> list[tuple[Table, Table]]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a hook or an attribute of a module is the engine's, however it is wrapped."""
+    """Return whether a hook or an attribute of a module is the engine's, however it is wrapped."""
     if isinstance(value, (Tensor, nn.Module, dict)):
         return False
     return any(

@@ -250,7 +250,7 @@ class _OfSegment(Source):
 
 
 class _Derived(Source):
-    """What was computed element by element from a gradient of the groups."""
+    """A result computed element by element from a gradient of the groups."""
 
     is_slice = True
 

@@ -32,7 +32,7 @@ _OF_ENGINES = {
     **{name: f"write model.{name}()" for name in ("train", "eval", "parameters", "named_parameters", "state_dict")},
 }
 _USERS: Counter[type[nn.Module]] = Counter()
-"""How many sharded models there are, by class, for classes whose `__getattr__` is replaced."""
+"""The number of sharded models by class, for classes whose `__getattr__` is replaced."""
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Those models. Other models of their classes get no advice."""
 

@@ -48,7 +48,7 @@ class OnDemand(Observer):
         self._untracked: set[Unit] = set()
         """Units of whose memory user code was given something else: views that a graph saves, addresses, arrays."""
         self._old: dict[str, list[tuple[Any, Any]]] = {}
-        """By name of a unit, the views that there were when it was released."""
+        """Names of units, each with the views that existed when the unit was released."""
 
     def attach(self, engine: Engine) -> None:
         self._schedule, self._wire = engine.schedule, engine.wire
@@ -175,7 +175,7 @@ def _shown_by(view: Tensor, unit: Unit) -> tuple[nn.Parameter, int] | None:
 
 
 def _is_view(tensor: Tensor, unit: Unit) -> bool:
-    """Whether a tensor that is none of the unit's parameters has its memory."""
+    """Return whether a tensor that is none of the unit's parameters has its memory."""
     try:
         memory = tensor.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors, and tensors inside functional transforms

@@ -22,7 +22,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Preemption:
-    """Whether this run is to end. `on_preemption` makes it.
+    """A flag: this run is to end. `on_preemption` makes it.
 
     Attributes:
         signalled: this rank has received one of the signals.

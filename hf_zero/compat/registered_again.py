@@ -63,7 +63,9 @@ def _register(
 
 
 def _takes(known: nn.Parameter, param: nn.Parameter) -> bool:
-    """Whether a parameter that the engine has stands for one that is registered under its name; it has its values then."""
+    """Return whether a parameter that the engine has stands for one that is registered under its name; it has its values
+    then.
+    """
     if param is known or _memory(param) == _memory(known):
         return True
     is_foreign = place_of(known) is None or place_of(param) is not None  # the second: tied from now on

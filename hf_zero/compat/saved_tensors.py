@@ -93,7 +93,7 @@ class SavedTensors(Observer):
                 self._watched.add(unit.index)
 
     def _are_saved(self, span: Span, views: int) -> bool:
-        """Whether graphs hold all views of a span's memory: they read them after the next gather."""
+        """Return whether graphs hold all views of a span's memory: they read them after the next gather."""
         index = span.unit.index
         point = self._uses.get(index, 0), backward_id() >= 0
         usual = self._usual.setdefault(id(span), {})
@@ -183,7 +183,7 @@ class SavedTensors(Observer):
 
 
 def _is_left(pack: Pack) -> bool:
-    """Whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
+    """Return whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
     owner = getattr(pack, "__self__", None)
     return isinstance(owner, SavedTensors) and owner._schedule() is None
 

@@ -19,11 +19,11 @@ from ..engine.parameter import source_of
 from ..errors import LayoutError
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""Of the process, because memory is."""
+"""One table for the process, because its memory is one."""
 
 
 class _Memory(NamedTuple):
-    """Where elements lie: bytes `start` to `stop` of a device."""
+    """The place of elements: bytes `start` to `stop` of a device."""
 
     device: str
     start: int

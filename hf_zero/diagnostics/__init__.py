@@ -1,4 +1,4 @@
-"""What watches an engine: checks, records and memory reports. Each attaches to the engine through `Observer` alone."""
+"""Observers that watch an engine: checks, records and memory reports. Each attaches to the engine through `Observer` alone."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import RankMismatchError
 
 Named = tuple[str, str]
-"""What kind of value, one of `CAUSES`; which one."""
+"""The kind of value, one of `CAUSES`, and which one."""
 
 CAUSES = {
     "option": "Set it on every rank: a scheduler that steps on one rank alone, a branch on the rank, a random search "
@@ -27,7 +27,7 @@ CAUSES = {
     "weight after a forward": "A forward has written to it with what this rank alone has seen: use a buffer, or write the "
     "same on every rank",
 }
-"""What a difference in this kind of value comes from, and what to do."""
+"""The cause of a difference in this kind of value, and what to do."""
 
 _SHORT = frozenset({"option", "flag", "count"})
 """Kinds whose values fit into a message."""

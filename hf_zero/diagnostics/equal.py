@@ -109,7 +109,7 @@ class SameValues(Observer):
             self._compare(self._after, {})
 
     def _weights(self, kind: str) -> dict[Named, Any]:
-        """Where full parameters stay."""
+        """Spans whose full parameters stay."""
         if self._context.frees:
             return {}
         return {

@@ -20,7 +20,7 @@ from .differences import ranks_text
 
 _PART_NUMEL = 1 << 20
 _MOST = 32
-"""Sightings that are kept: what follows the first helps nobody."""
+"""Sightings that are kept: those after the first explain nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sightings:
     def __init__(self) -> None:
         self.seen: list[Sighting] = []
         self.used = 0
-        """How many the backwards that ended account for: they go with the gradients."""
+        """The number that the backwards that ended account for: they go with the gradients."""
 
     def add(self, phase: str, what: str) -> None:
         if len(self.seen) < _MOST:
@@ -209,7 +209,7 @@ def _why_update(optimizer: torch.optim.Optimizer, everyone: Sequence[Sequence[Si
 
 
 def _first_of(everyone: Sequence[Sequence[Sighting]]) -> str:
-    """Where each rank saw it first."""
+    """Return the place where each rank saw it first."""
     parts = [f"rank {rank} {seen[0]}" for rank, seen in enumerate(everyone) if seen]
     clean = [rank for rank, seen in enumerate(everyone) if not seen]
     others = f"; on {ranks_text(clean)} all was finite until gradients were averaged" if clean else ""
@@ -261,7 +261,7 @@ def _bad(parts: Iterable[tuple[Span, int, Any]], what: str) -> Iterator[str]:
 
 
 def kind_of(tensor: Tensor) -> str | None:
-    """Return `NaN` or `inf` where one is in the tensor; None where all is finite, or nobody can look."""
+    """Return `NaN` or `inf` where one is in the tensor; None where all is finite, or the tensor cannot be read."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
     functorch = torch._C._functorch

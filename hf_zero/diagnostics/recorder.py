@@ -19,7 +19,7 @@ class Records(Observer):
     """Feeds a `Recorder`, where one measures.
 
     Attributes:
-        recorder: measures every step; None: nobody records.
+        recorder: measures every step; None: nothing is recorded.
     """
 
     def attach(self, engine: Engine) -> None:

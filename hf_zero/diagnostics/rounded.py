@@ -20,7 +20,9 @@ from ..engine.engine import Engine
 from ..engine.observer import Observer
 
 _CALL = "_compiled_call_impl"
-"""What `nn.Module.__call__` calls where an instance has it: an exception cannot leave the mode entered, as hooks could."""
+"""The method of an instance that `nn.Module.__call__` calls instead of the class's: an exception cannot leave the mode
+entered, as hooks could.
+"""
 
 _LOWERED = frozenset(
     {

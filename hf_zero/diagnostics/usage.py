@@ -1,11 +1,11 @@
-"""What an engine takes, moves and waits for, measured, beside what the plan says.
+"""Measure what an engine takes, moves and waits for, and compare it with the plan.
 
 What each kind of bytes counts (`plan.costs.KINDS`):
 * parameters: what gathers read, and full parameters that stay. optimizer: masters that are other memory, and states.
 * gradients: reduced ones. gathered: full parameters that come and go. communication: gradients on their way to their owners.
 * staging: blocks, slabs and landing buffers of the host.
 * On disk, regions count as they are allocated, in whole pages.
-* Not counted: activations, local gradients of a unit whose backward goes on, the transport's and the optimizer's own memory.
+* Not counted: activations, local gradients of a unit whose backward still runs, the transport's and the optimizer's own memory.
 On a CPU device both device and host are host memory, told apart by the tier.
 """
 
@@ -126,7 +126,7 @@ def process_bytes(engine: Engine) -> dict[str, int]:
 
 
 def limits(engine: Engine, ranks_here: int = 1) -> tuple[Limit, ...]:
-    """Return what this rank may take: given budgets, else what the machine has free beside what the engine holds.
+    """Return what this rank may take: given budgets, else what the machine has free and what the engine holds.
 
     Args:
         ranks_here: ranks that share this machine's memory and disk.
@@ -168,7 +168,7 @@ class Usage:
         return Counters(self._peak(), sent, wait_s, process_bytes(self._engine))
 
     def _peak(self) -> Table:
-        """What is stored now, and with it the highest of all that came and went."""
+        """The bytes stored now, and with them the highest of all that came and went."""
         table, ledger = at_rest(self._engine), self._engine.context.storage.ledger
         for kinds in table.values():
             kinds["all"] = sum(kinds.values())
@@ -240,7 +240,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
 
 
 def report(engine: Engine, recorder: Recorder | None = None) -> Report:
-    """Return what this rank takes now, beside what was predicted.
+    """Return what this rank takes now, and what was predicted.
 
     Args:
         recorder: adds peaks, traffic and waits of the steps that it measured.

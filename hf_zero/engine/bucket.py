@@ -84,7 +84,7 @@ class Bucket:
         return parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
 
     def held(self, index: int) -> Tensor | None:
-        """What `hold` keeps of this rank's gradient of one parameter: itself."""
+        """Return the memory in which `hold` keeps this rank's gradient of one parameter."""
         if self._held is None or not self.arrived[index]:
             return None
         part, shape = self._parts[index]
@@ -188,7 +188,7 @@ class Bucket:
     # The ledger -------------------------------------------------------------------------------------------------------
 
     def count_fresh(self) -> None:
-        """The ledger has the local gradients that a backward has made, beside what is on its way."""
+        """Count the local gradients that a backward has made, in addition to those under way."""
         self._count_moving(self._moving_bytes + self._fresh_bytes)
 
     def _count_held(self, nbytes: int) -> None:
@@ -215,7 +215,7 @@ class Bucket:
 
     @property
     def tier(self) -> Tier:
-        """Where `grad` is stored."""
+        """Return the tier that stores `grad`."""
         return Tier.HOST if self._storage.transient and self.span.tier is Tier.DISK else self.span.tier
 
     def _home_of_grad(self) -> Values:

@@ -63,7 +63,7 @@ def specs_of(
 def build_units(
     context: Context, drafter: Drafter, specs: Sequence[Sequence[ParamSpec]], placements: Sequence[Placement]
 ) -> None:
-    """Make the units, one after another: beside the model, memory of one unit is needed at a time."""
+    """Make the units, one after another: in addition to the model, this needs memory for one unit."""
     for index, (group, unit_specs) in enumerate(zip(drafter.groups, specs)):
         param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
         spans = []

@@ -1,4 +1,4 @@
-"""What all parts of one engine share."""
+"""The settings, transports and units that all parts of one engine share."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from .unit import Unit
 
 Attached = TypeVar("Attached", bound=Observer)
 _ENGINE = "_hf_zero_engine"
-"""Where a sharded module keeps its engine."""
+"""The attribute in which a sharded module keeps its engine."""
 
 
 class Engine:
@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def wire(self) -> SoloWire:
-        """How the ranks communicate."""
+        """Return the transport between ranks."""
         return self._wire
 
     def exchange(self, value: Any) -> list[Any]:
@@ -185,7 +185,7 @@ class Engine:
                     span.publish()
 
             self.schedule.quiesce()
-            if not self.context.frees:  # what this rank's parts of full parameters show is no write of user code
+            if not self.context.frees:  # user code did not write what this rank's parts of full parameters show
                 for unit in self.units:
                     for event in self.events.writes_dropped:
                         event(unit)

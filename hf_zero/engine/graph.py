@@ -16,7 +16,7 @@ from ..errors import StateError
 
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size})
 _OBJECT_DEPTH = 4
-"""How deep attributes of unknown objects are followed: a cache holds layers, which hold lists of tensors."""
+"""The depth to which attributes of unknown objects are followed: a cache holds layers, which hold lists of tensors."""
 _MAX_DEPTH = 32
 GONE = "a backward runs over a graph whose engine is gone: keep a reference to the engine or the model"
 

@@ -24,7 +24,7 @@ from .span import Span
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 Source = tuple[str, Any]
-"""What a group holds: ("segments", (binding, group)) of a binding before, or ("parameter", name).
+"""An entry of a group: ("segments", (binding, group)) of a binding before, or ("parameter", name).
 """
 Held = tuple[list[Source], list[str]]
 """Sources of one group in their order, and names of the parameters that have elements in its segments here."""
@@ -165,7 +165,7 @@ def _merged(ranks: Sequence[Held], bindings: Sequence[Binding], names: Names, ex
 
 
 def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[Held], is_bound: bool) -> Iterator[str]:
-    """What must be the same on every rank."""
+    """Return what must be the same on every rank."""
     name = type(optimizer).__name__
     yield f"{name} with {len(groups)} groups"
     for at, (sources, _) in enumerate(groups):
@@ -266,7 +266,7 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
 
 
 def _without_elements(params: Sequence[nn.Parameter]) -> Segment:
-    """What a group holds of which this rank has no elements."""
+    """Return the tensor of a group of which this rank has no elements."""
     place = place_of(params[0])
     if place is None:
         raise LayoutError("a parameter of an optimizer is not of the sharded model")

@@ -261,7 +261,7 @@ class Stepper:
 
     @staticmethod
     def _home(piece: Piece, name: str, dtype: torch.dtype) -> OnDisk:
-        """Where a state of a segment is stored."""
+        """Return the array that stores a state of a segment."""
         before = piece.known.get(name)
         if isinstance(before, OnDisk):
             return before
@@ -398,7 +398,7 @@ class Stepper:
 
 
 def _is_state_of_one(name: str, value: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a 0-dim state is of a 0-dim parameter's one element, and is not a count."""
+    """Return whether a 0-dim state belongs to a 0-dim parameter's one element, and is not a count."""
     return name != "step" and value.shape == torch.Size(shape)
 
 

@@ -62,7 +62,7 @@ class Observer:
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
         `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
-        with what the ranks agree on at the end of a backward that reduces. Whoever has one of the two methods has both.
+        with what the ranks agree on at the end of a backward that reduces. An observer has both methods or neither.
     One unit:
         `use_begun(unit)`, `use_ended(unit, found)`: around the forward of a host, or one operation, after which parameters may
             be released. `found`: the tensors in its output.

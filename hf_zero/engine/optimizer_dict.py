@@ -117,7 +117,7 @@ def _check_shapes(binding: Binding, saved: Saved, elementwise: Container[str]) -
 
 
 def _must_spread(wire: SoloWire, saved: Saved) -> bool:
-    """Whether rank 0 alone has the values. A collective."""
+    """Return whether rank 0 alone has the values. A collective."""
     what = "load_state_dict of the optimizer"
     entries = [(i, name, value) for i, each in enumerate(saved.values()) for name, value in (each or {}).items()]
     tensors = [(i, name, value) for i, name, value in entries if isinstance(value, Tensor)]

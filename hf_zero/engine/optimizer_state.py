@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Entries = dict[str, Any]
 """The state of one parameter, or of one segment."""
 Described = tuple[int, Sequence[int], dict[str, tuple[str, tuple[int, ...] | None]], Entries]
-"""Of one segment: the span's index, the members, arrays as (dtype, shape) and single values. No shape: the parameter's."""
+"""One segment: the span's index, the members, arrays as (dtype, shape) and single values. No shape: the parameter's."""
 
 
 def arrays_of(binding: Binding, segment: Segment, entries: Mapping[str, Any]) -> dict[str, Values]:
@@ -68,7 +68,7 @@ def arrays_of(binding: Binding, segment: Segment, entries: Mapping[str, Any]) ->
 
 
 def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
-    """By name of the parameter, the state that the optimizer has, the same on every rank. A collective.
+    """Return the optimizer's state under the parameters' names, the same on every rank. A collective.
 
     Raises:
         CheckpointError: on every rank: a rank has a state that cannot be stored by parameter.
@@ -329,7 +329,7 @@ def segments_of(binding: Binding, span: Span) -> list[Segment]:
 
 
 def on_cpu(value: Any) -> Any:
-    """Of a tensor, a copy on the CPU."""
+    """Return a copy on the CPU of a tensor, and everything else itself."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

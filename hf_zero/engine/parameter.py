@@ -89,7 +89,7 @@ def set_source(param: Tensor, source: Source | None) -> None:
 
 
 class Place:
-    """Where one parameter lies: its span, and its index there. A graph that is kept holds parameters, and so no engine.
+    """The place of one parameter: its span, and its index there. A graph that is kept holds parameters, and so no engine.
 
     Raises:
         StateError: (on reading `span` or `unit`) the engine is gone.
@@ -329,7 +329,7 @@ def set_raw_grad(param: Tensor, grad: Tensor | None) -> None:
 
 
 def has_raw_grads(params: Iterable[nn.Parameter]) -> bool:
-    """Whether any of these parameters has a C++ gradient."""
+    """Return whether any of these parameters has a C++ gradient."""
     get = _GRAD.__get__
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:  # noqa: SIM110 -- called for every unit of every backward

@@ -1,4 +1,4 @@
-"""What checkpoints read and write: pieces of masters and of optimizer state, as byte ranges of this rank."""
+"""Pieces that checkpoints read and write: parts of masters and of optimizer state, as byte ranges of this rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .unit import Unit
 
 
 def held_of(piece: Extent[Slot], values: Values) -> Held:
-    """What 1-D values have of one parameter."""
+    """The elements of one parameter that 1-D values have."""
     return piece.source.spec.name, Extent(values[piece.here], 0, piece.source_start, piece.numel)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from ..core.precision import Precision
 
 _CALL = "_compiled_call_impl"
-"""What `nn.Module.__call__` calls where an instance has it."""
+"""The method of an instance that `nn.Module.__call__` calls instead of the class's."""
 
 
 class Autocast:

@@ -1,4 +1,4 @@
-"""Reduces of one backward: in the order that the ranks agreed on, one of them under way while the backward goes on."""
+"""Reduces of one backward: in the order that the ranks agreed on, one of them under way while the backward runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from .unit import Unit
 
 _UNDER_WAY = 1
-"""Units whose reduce may be under way while the backward goes on: buffers of so many are in memory."""
+"""Units whose reduce may be under way while the backward runs: buffers of so many are in memory."""
 
 
 class Reduces:

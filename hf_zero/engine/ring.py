@@ -20,7 +20,7 @@ from .segments import Segment
 from .span import Span
 
 MASTER, GRAD = "\0master", "\0grad"
-"""Keys beside names of states."""
+"""Keys in addition to names of states."""
 
 
 @dataclass(eq=False)

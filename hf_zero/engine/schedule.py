@@ -260,7 +260,7 @@ class Schedule:
 
     @property
     def sends(self) -> bool:
-        """Whether this backward reduces gradients."""
+        """Return whether this backward reduces gradients."""
         each = self.context.policy.reduce_each_backward and not self.defers
         return self.sync or each or self._wire.size == 1
 

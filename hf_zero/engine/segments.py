@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SegmentTensor(nn.Parameter):
-    """What a group holds, outside of the optimizer's own step, where an observer asked for it: access is an event.
+    """The tensor of a group, outside of the optimizer's own step, where an observer asked for it: access is an event.
 
     torch chooses its fast kernels by the exact class of parameters, so within the step they are plain.
     """
@@ -125,7 +125,7 @@ class Segment:
 
     @property
     def tier(self) -> Tier:
-        """Where its state is stored. What has no elements is never on disk."""
+        """Return the tier of its state. A segment without elements is never on disk."""
         is_in_host = not self.numel and self.span.tier is Tier.DISK
         return Tier.HOST if is_in_host else self.span.tier
 
@@ -299,7 +299,7 @@ def _part_of_state(value: Any, segment: Segment, cut: slice) -> Any:
 
 
 def is_elementwise(value: Any, segment: Segment) -> bool:
-    """Whether a state of an optimizer has one value per element of a segment."""
+    """Return whether a state of an optimizer has one value per element of a segment."""
     return (
         isinstance(value, (Tensor, OnDisk))
         and value.dim() == 1

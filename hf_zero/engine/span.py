@@ -6,7 +6,7 @@
 * `master`: 1-D, this rank's slice in the master dtype: the only copy of the values that survives a release. It is the
   memory of `local` where `full` is never released and both dtypes are equal. On the device, in host memory or on disk.
 * `copy`: the slice in the compute dtype, where the master is not on the device: what a gather reads. Where `full` stays it is
-  None, and `local` is what a gather reads. Who writes the master writes there, too (`published`).
+  None, and `local` is what a gather reads. Code that writes the master writes there, too (`published`).
 
 All writes go through `full`, `local` and `master`, never through a parameter, so parameters keep their version counters.
 """
@@ -130,7 +130,7 @@ class Span:
         return self.context.storage_tier(self.tier).store(values)
 
     def _new_copy(self) -> Values | None:
-        """What a gather reads where the master is elsewhere, in the compute dtype."""
+        """Return the copy that a gather reads where the master is elsewhere, in the compute dtype."""
         if self.tier is Tier.DEVICE or self.stays:
             return None
         if self.copy_tier is self.tier and self.compute_dtype == self.master_dtype:
@@ -187,7 +187,9 @@ class Span:
         """Start to fill `local` from the master, or from its copy."""
         if self._hidden:
             return self._load_master()
-        if self.tier is not Tier.DEVICE and self.copy is None:  # `local` has the values: who wrote the master wrote it
+        if (
+            self.tier is not Tier.DEVICE and self.copy is None
+        ):  # `local` has the values: code that wrote the master wrote it
             return DONE
         source = self.master if self.copy is None else self.copy
         if source is self.master and self.compute_dtype != self.master_dtype:
@@ -200,7 +202,7 @@ class Span:
 
     @property
     def published(self) -> Values | None:
-        """Where new values of a master that is not on the device must be written, too, in the compute dtype."""
+        """Return the memory that new values of a master off the device must be written to as well, in the compute dtype."""
         if self.tier is Tier.DEVICE:
             return None
         if self.copy is None:
@@ -281,7 +283,7 @@ class Span:
 
     @property
     def hidden(self) -> int:
-        """How many buffers are hidden."""
+        """Return the number of hidden buffers."""
         return len(self._hidden)
 
     @torch.no_grad()
@@ -422,7 +424,7 @@ class Span:
 
     @property
     def outside_views(self) -> int:
-        """How many tensors that the engine does not know have the memory of `full`: user code's, or a graph's."""
+        """Return the number of tensors of user code, or of a graph, that have the memory of `full`."""
         segments = len(self.segments) if self.stays and self.is_alias else 0
         count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count - 3 - 2 * len(self.views) - segments

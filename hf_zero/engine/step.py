@@ -25,7 +25,7 @@ Closure = Callable[[], Any]
 
 
 class Work(Protocol):
-    """What the engine does around a step."""
+    """The engine's part of a step."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Complete the gradients. May be called twice, around a closure."""
@@ -183,7 +183,9 @@ class StepWrapper:
 
 
 class Snapshot:
-    """What a step may change, without a copy of any values: versions of tensors, options of groups, entries of state."""
+    """The things that a step may change, without a copy of any values: versions of tensors, options of groups, entries of
+    state.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MASK_BITS = 30
 """Uses of one unit that the ranks tell apart; further ones count as reachable."""
 HIGHEST = (1 << 31) - 1
-"""What one number of an agreement can be."""
+"""The highest number of an agreement."""
 
 
 class Use:
@@ -36,7 +36,7 @@ class Use:
         # Of the unit the number alone: a graph that is kept holds no engine.
         self.index, self.opened, self.closed = unit.index, opened, opened
         self.is_lookup = is_lookup
-        """Of an embedding, the same on every rank."""
+        """The unit is an embedding; the same on every rank."""
         self.reads = not is_lookup
         """A backward of it needs the values. That of a lookup does not, unless `forward` did more, on any rank."""
         self.token: weakref.ref[Token] | None = None
@@ -50,7 +50,7 @@ class Use:
 
 
 class Token:
-    """What hooks on the graph own of a use."""
+    """The part of a use that hooks on the graph own."""
 
     __slots__ = ("__weakref__", "use")
 
@@ -109,11 +109,11 @@ class Walk:
         self.left[use.index] -= 1
 
     def is_in(self, index: int) -> bool:
-        """Whether the backward is in a use of this unit."""
+        """Return whether the backward is in a use of this unit."""
         return any(use.index == index for use in self.entered)
 
     def needs(self, index: int) -> bool:
-        """Whether the backward reads this unit's values now, or in the next use."""
+        """Return whether the backward reads this unit's values now, or in the next use."""
         for use in (*self.entered, *self._order[self._at : self._at + 1]):  # noqa: SIM110 -- called for every unit
             if use.index == index and use.reads:
                 return True

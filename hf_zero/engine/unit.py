@@ -188,7 +188,7 @@ class Unit:
         """Take up `requires_grad` of the parameters. The same on every rank.
 
         Args:
-            keeps: ranks have gradients that are not reduced: what trained goes on to be reduced.
+            keeps: ranks have gradients that are not reduced: what trained is still reduced.
 
         Returns:
             Whether a span without parameters that train still has gradients. It is reduced with the others until it has none.

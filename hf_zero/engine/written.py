@@ -84,7 +84,7 @@ def check_shape(span: Span, index: int, values: Tensor) -> None:
 
 
 def shown_by_codec(span: Span) -> Tensor | None:
-    """What a gather leaves in `local`, where that is not the master in the compute dtype; else None."""
+    """Return the values that a gather leaves in `local`, where that is not the master in the compute dtype; else None."""
     if span.codec is None:
         return None
     span.unit.wait_for_step()

@@ -1,1 +1,1 @@
-"""What an optimizer's class does, found without the engine: its kind, facts from trial steps, and steps over blocks."""
+"""Facts about an optimizer's class, found without the engine: its kind, facts from trial steps, and steps over blocks."""

@@ -4,7 +4,7 @@
 * Full-matrix optimizers: a parameter's update depends on that whole parameter, and on no other. Each parameter has one
   owner rank. Where every rank has all parameters on its device, an update may depend on several of them.
 
-torch's own are known by name, others by registration, by name, or by trial steps (`trials`).
+A table lists torch's own and common others. Users register classes. All others run trial steps (`trials`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .twin import copy_of, options_of
 
 
 class Kind(Enum):
-    """What an optimizer steps over."""
+    """The tensors that an optimizer steps over."""
 
     ELEMENTWISE = "elementwise"
     MATRICES = "matrices"
@@ -129,7 +129,7 @@ def kind_of(
 
 
 def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step changes parameters that have no gradient, by trial."""
+    """Return whether its step changes parameters that have no gradient, by trial."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return False
     with suppress(Exception):
@@ -141,7 +141,7 @@ def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
-    """What a step over one parameter costs compared with others, to balance owners."""
+    """Return the cost of a step over one parameter relative to others, to balance owners."""
     numel = max(1, math.prod(shape))
     multiplies = any(base.__name__ in _MULTIPLIES for base in type(optimizer).__mro__)
     return numel * min(shape) if multiplies and len(shape) > 1 and numel > 1 else numel

@@ -82,7 +82,7 @@ class Trial:
         return None
 
     def unsaveable(self) -> str | None:
-        """What it keeps that no checkpoint can hold; None where there is none."""
+        """Return what it keeps and no checkpoint can hold; None where a checkpoint holds everything."""
         _, twin = self._run()
         known = {*self._options, *twin.defaults, "params"}
         held = [key for key, value in twin.param_groups[0].items() if key not in known and not _can_be_saved(value)]
@@ -136,7 +136,7 @@ class Trial:
         return f"{differing[0]!r} in its groups depends on the gradients of all parameters" if differing else None
 
     def _beside(self, other_first: bool, apart: bool) -> Tensor:
-        """The parameter after the same steps beside another one, in one group or in two."""
+        """Return the parameter after the same steps together with another one, in one group or in two."""
         corner = tuple(slice(0, -(-extent // 2)) for extent in self._values[0].shape)
         param, other = nn.Parameter(self._values[0].clone()), nn.Parameter(self._values[0][corner].clone() * 3)
         params = [other, param] if other_first else [param, other]

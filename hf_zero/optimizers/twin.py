@@ -71,7 +71,7 @@ class Twin:
 
 
 def is_elementwise(name: str, value: Any, numel: int) -> bool:
-    """Whether an entry of an optimizer's state has one value per element of a tensor of `numel` elements."""
+    """Return whether an entry of an optimizer's state has one value per element of a tensor of `numel` elements."""
     return name != "step" and isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
 
 
@@ -98,7 +98,10 @@ def copied(value: Any) -> Any:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a copy must have besides groups and state. Methods set on the instance belong to this instance."""
+    """Return the attributes that a copy must have besides groups and state.
+
+    Methods set on the instance belong to this instance.
+    """
     skipped = set(_NOT_COPIED)
     for key, value in optimizer.__dict__.items():
         method = getattr(value, "__wrapped__", None)

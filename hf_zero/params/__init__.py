@@ -10,7 +10,7 @@ FIRST_FORWARD: list[Callable[[int], None]] = []
 """Checks of the number of ranks, called before a sharded model's first forward; `huggingface` adds one, without torch."""
 
 EXTENSIONS: list[Callable[[Any], AbstractContextManager[object] | None]] = []
-"""Who takes part in `zero.Init`; filled by `huggingface`, without torch, before anything asks.
+"""The libraries that take part in `zero.Init`; filled by `huggingface`, without torch, before anything asks.
 
 Asked with the outermost Init when it is entered; what they return is entered with it and left with it.
 """

@@ -56,7 +56,7 @@ class _Holder(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements this rank has."""
+        """Return the number of elements that this rank has."""
         return 0 if self.part is None else self.part.numel
 
     def mine(self, whole: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class _Holder(NamedTuple):
         return None if binding is None or segment is None else binding.state_of(segment).get(name)
 
     def has_elements(self, value: Any) -> bool:
-        """Whether a state has one value per element of the segment."""
+        """Return whether a state has one value per element of the segment."""
         segment = self.segment
         if not isinstance(value, (Tensor, OnDisk)) or segment is None:
             return False
@@ -116,7 +116,7 @@ class _Holder(NamedTuple):
         return value.dim() == 1 and value.numel() == segment.numel
 
     def of_state(self, value: Tensor | OnDisk) -> Callable[[slice], Tensor]:
-        """Of a state with one value per element, those of elements of the slice."""
+        """Return the slice's elements of a state with one value per element."""
         segment = self.segment
         start = 0 if segment is None else segment.start
         flat = value.reshape(-1) if isinstance(value, Tensor) else value[:]

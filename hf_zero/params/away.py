@@ -21,7 +21,7 @@ from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 
 STATES = ("parameters", "gradients", "optimizer")
-"""What `Engine.offload_states` moves."""
+"""The states that `Engine.offload_states` moves."""
 
 
 class Away:

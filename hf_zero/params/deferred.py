@@ -356,6 +356,6 @@ def born_at_rest(
 
 
 def _holders(tensor: Tensor) -> int:
-    """How many tensors share this one's storage, itself included."""
+    """Return the number of tensors that share this one's storage, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -56,7 +56,7 @@ class Engine(EngineNames, core.Engine):
         Args:
             folder: where every step is appended to `zero_steps.jsonl` (other ranks: `zero_steps.rank1.jsonl`, …), for
                 `hf-zero report`. None: no file.
-            first_step: steps before this one, for a run that goes on.
+            first_step: steps before this one, for a run that continues another.
             about: what else is known of the run, as plain values for JSON: `hf-zero report` shows `model` and `max_steps`.
 
         Raises:
@@ -66,7 +66,7 @@ class Engine(EngineNames, core.Engine):
 
     @property
     def recorder(self) -> Recorder | None:
-        """What `record` made last, until it is closed."""
+        """Return the recorder that `record` made last, until it is closed."""
         return self._records.recorder
 
     def compile(self, *, using: Compile | None = None, **options: Any) -> None:
@@ -81,7 +81,7 @@ class Engine(EngineNames, core.Engine):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether blocks of the model are compiled."""
+        """Return whether blocks of the model are compiled."""
         return bool(self.observer(Compiling).compiled)
 
     def local_sequence(
@@ -220,7 +220,7 @@ class Engine(EngineNames, core.Engine):
 
     @property
     def plan(self) -> Plan:
-        """What is stored where, and what it costs, as planned before step 0."""
+        """Return the plan from before step 0: what is stored where, and its cost."""
         return self.context.plan
 
     @property
