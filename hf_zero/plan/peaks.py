@@ -80,14 +80,14 @@ def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup)
     order = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
     units = [_unit_bytes(layout.units[at], uses[at], at, placements, setup) for at in order]
     out = Passing()
-    _look_at_forward(out, units)
+    _count_forward(out, units)
     _Backward(out, units[::-1], setup, fetches_late=layout.shards == setup.world_size)
-    _look_at_host(out, units, setup)
+    _count_host(out, units, setup)
     return out
 
 
-def _look_at_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
-    """Units in the order of their first uses; `stays`: until their backward."""
+def _count_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
+    """Count gathered bytes in a forward; units that stay are not released."""
     events = [(unit.use.first, True, place) for place, unit in enumerate(units)]
     events += [(unit.use.last, False, place) for place, unit in enumerate(units)]
     there = 0
@@ -104,11 +104,11 @@ def _look_at_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
 
 
 class _Backward:
-    """Bytes while a backward goes through the units, in the order of their reduces: those used first last.
+    """Counts bytes of a backward over the units in the order of their reduces: those used first come last.
 
     Attributes:
-        there: gathered, of units in use or kept; `ahead`: of the one that is prefetched.
-        put_off: the unit that is fetched when the reduce under way is over. Not among replicas (`fetches_late`).
+        there: gathered bytes of units in use or kept; `ahead`: of the prefetched unit.
+        deferred: the unit that is gathered after the running reduce. Not among replicas (`fetches_late`).
         moving: buffer and mean of that reduce; `coming`: the gradients that are stored with it.
         waiting: gradients that autograd keeps until it has others of the same parameter.
         kept: stored gradients; `held`: local ones of earlier backwards.
@@ -121,23 +121,23 @@ class _Backward:
         self.waiting = self.moving = self.coming = 0
         self.kept = sum(unit.kept for unit in units) if self.adds else 0
         self.held = sum(unit.held for unit in units)
-        self.put_off: int | None = None
+        self.deferred: int | None = None
         walk = sorted((at for at, unit in enumerate(units) if unit.use.is_reached), key=lambda at: -units[at].use.last)
         self.next_of = {
             at: next((later for later in walk[n + 1 :] if not units[later].stays), None) for n, at in enumerate(walk)
         }
-        # Of what comes at one moment the entries are first, then gradients, then units leave.
+        # At one moment units enter first, then gradients are reduced, then units leave.
         events = [(-units[at].use.last, 0, self.enter, at) for at in walk]
         events += [(-unit.use.first, 1, self.reduce, at) for at, unit in enumerate(units) if unit.fresh or unit.held]
         events += [(-units[at].use.read, 2, self.leave, at) for at in walk]
-        self.look(0)
+        self.update_peaks(0)
         out.device = max(out.device, out.gathered + self.kept + self.held)
         for _, _, what, at in sorted(events, key=lambda event: (event[0], event[1], event[3])):
             what(at)
         self.kept += 0 if self.adds or self.alone else self.coming
-        self.look(0)
+        self.update_peaks(0)
 
-    def look(self, passing: int, gone: int = 0) -> None:
+    def update_peaks(self, passing: int, gone: int = 0) -> None:
         out, gathered, gradients = self.out, self.there + self.ahead - gone, self.kept + self.held
         out.gathered = max(out.gathered, gathered)
         out.communication = max(out.communication, passing)
@@ -151,15 +151,15 @@ class _Backward:
         self.there += 0 if unit.stays else unit.full
         self.ahead = 0 if following is None else self.units[following].full
         if self.fetches_late and self.ahead and self.moving and (unit.fresh or unit.held):
-            self.put_off, self.ahead = following, 0
-        self.look(self.moving + self.waiting)
+            self.deferred, self.ahead = following, 0
+        self.update_peaks(self.moving + self.waiting)
 
     def fetch(self) -> None:
-        if self.put_off is not None:
+        if self.deferred is not None:
             self.end_reduce()
-            self.ahead = self.units[self.put_off].full
-            self.look(self.waiting)
-            self.put_off = None
+            self.ahead = self.units[self.deferred].full
+            self.update_peaks(self.waiting)
+            self.deferred = None
 
     def end_reduce(self) -> None:
         self.kept += 0 if self.adds else self.coming
@@ -167,14 +167,14 @@ class _Backward:
 
     def reduce(self, at: int) -> None:
         unit, use = self.units[at], self.units[at].use
-        if self.put_off is not None:  # all of them may be there where no hook has told of the middle
-            self.look(unit.fresh + self.moving + self.waiting)
+        if self.deferred is not None:  # all local gradients may exist before a hook runs
+            self.update_peaks(unit.fresh + self.moving + self.waiting)
             self.fetch()
-        self.look(unit.fresh + self.moving + self.waiting)
+        self.update_peaks(unit.fresh + self.moving + self.waiting)
         self.end_reduce()
         self.kept += unit.kept if self.alone and not self.adds else 0
         self.held -= unit.held
-        self.look(unit.copying + self.waiting, unit.full if use.is_reached and use.read == use.first else 0)
+        self.update_peaks(unit.copying + self.waiting, unit.full if use.is_reached and use.read == use.first else 0)
         self.moving, self.coming = unit.moving, 0 if self.alone else unit.kept
         self.waiting -= unit.tied if use.is_reached and use.read > use.first else 0
 
@@ -183,7 +183,7 @@ class _Backward:
         self.waiting += self.units[at].tied
 
 
-def _look_at_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
+def _count_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
     """Add host buffers. Two units are read at a time, the last one twice, and one more buffer was too small or is in use.
 
     Gradients use one buffer after the other, or stay in them until the step.
