@@ -98,5 +98,5 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    named = set(re.findall(r"[\w.]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+    named = set(re.findall(r"[\w.-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")}

@@ -94,3 +94,21 @@ def accumulated(rank: int, world: int) -> list[float]:
 def test_accumulation(two: RankPool) -> None:
     for found in two.run(accumulated):
         assert max(found) < 1e-6
+
+
+def exchanged(rank: int, world: int) -> tuple[int, int]:
+    model = made(llama)
+    engine = start(model, 2)
+    model(**engine.local_sequence(batch(0))).loss.backward()  # compares divided and whole once
+    engine.traffic.reset()
+    model(**engine.local_sequence(batch(0, 1))).loss.backward()
+    count = engine.traffic.kinds["sequence"]
+    found = count.calls, count.bytes
+    engine.detach()
+    return found
+
+
+def test_bytes_of_the_exchange(two: RankPool) -> None:
+    """Queries and outputs of 4 heads, keys and values of 2, half of each, there and back in forward and in backward."""
+    layers, local, width = 2, 2 * LENGTH // 2, 8
+    assert two.run(exchanged) == [(2 * 2 * layers, 2 * layers * local * width * 4 * (4 + 4 + 2 + 2) // 2)] * 2
