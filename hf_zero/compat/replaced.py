@@ -6,13 +6,15 @@ The optimizer and the engine would keep the old parameters, and the new ones wou
 from __future__ import annotations
 
 import weakref
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine
 from ..engine.observer import Observer
@@ -24,16 +26,39 @@ class Replaced(Observer):
     """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters."""
 
     def attach(self, engine: Engine) -> None:
-        # Hooks of all modules of the process: they do not hold the engine, and go with it.
-        handles = [
-            register_module_parameter_registration_hook(_set_parameter),
-            register_module_module_registration_hook(_set_module),
+        # Hooks of all modules of the process: they do not hold the engine.
+        self._handles = [
+            register_module_parameter_registration_hook(_Hook(engine, _set_parameter)),
+            register_module_module_registration_hook(_Hook(engine, _set_module)),
         ]
-        self._removals = [weakref.finalize(engine, handle.remove) for handle in handles]
+        for handle in self._handles:
+            _remove_hooks_of_freed_engines(handle)
 
     def detach(self) -> None:
-        for remove in self._removals:
-            remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hook:
+    """A hook that does nothing once its engine is gone.
+
+    Must not be removed when the engine is freed: torch may be iterating over its hooks, whose dict must not change then.
+    """
+
+    def __init__(self, engine: Engine, check: Callable[..., None]) -> None:
+        self.engine = weakref.ref(engine)
+        self._check = check
+
+    def __call__(self, module: nn.Module, name: str, value: Any) -> None:
+        if self.engine() is not None:
+            self._check(module, name, value)
+
+
+def _remove_hooks_of_freed_engines(handle: RemovableHandle) -> None:
+    hooks: Any = handle.hooks_dict_ref()
+    for key, hook in [*hooks.items()]:
+        if isinstance(hook, _Hook) and hook.engine() is None:
+            del hooks[key]
 
 
 def _set_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 import hf_zero as zero
 from tests.models import LanguageModel, ids, token_loss
@@ -31,3 +33,26 @@ def test_a_dropped_model_takes_its_engine_along(settings: dict[str, Any], ends: 
     del model, optimizer, engine
     gc.collect()
     assert schedule() is None
+
+
+def test_an_engine_is_collected_while_a_module_is_registered() -> None:
+    """torch iterates over its registration hooks then: an engine that goes must not remove its own from among them."""
+
+    def sharded() -> None:
+        model = LanguageModel()
+        model.cycle = [model]  # goes by a collection alone
+        zero.shard(model, None, zero.ZeroConfig(stage=2))
+
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    collect()
+    gc.disable()
+    try:
+        sharded()
+        with register_module_module_registration_hook(collect):
+            sharded()
+            for number in range(3):
+                nn.Sequential().add_module(f"layer {number}", nn.Linear(2, 2))
+    finally:
+        gc.enable()
