@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Report:
-    """What one rank reports to the others in an `on_all_ranks` block.
+    """One rank's report to the others in an `on_all_ranks` block.
 
     Attributes:
         mine: this rank's report: any value that pickles, set inside the block.

@@ -32,7 +32,7 @@ from .wire import Cuts, SoloWire, average_in_order, land
 PIECE_BYTES = 16 << 20
 """Size of the pieces in which a reduce receives its peers' slices: one is summed while the next arrives."""
 
-_STEPS_APART = 4  # steps by which messages are told apart: ranks that communicate are at most one apart
+_STEPS_APART = 4  # messages carry the step modulo this: ranks that communicate are at most one step apart
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # tags per engine, engines; gloo's tags have 32 bits
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 

@@ -28,11 +28,10 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EN
 
 @dataclass(frozen=True)
 class Card:
-    """Address of a rank, published through the store."""
+    """Address of a rank, published through the store. `machine` is equal for ranks without a network between them."""
 
     host: str
     machine: str
-    """Equal for two ranks without a network between them."""
     address: str = ""
     port: int = 0
 
@@ -60,8 +59,8 @@ class Link:
         self._is_connected = False
         self._began = self._next = 0.0
 
-    def look(self, now: float, stall_s: float) -> None:
-        """Check without waiting that the host still answers. Called about once a second."""
+    def check(self, now: float, stall_s: float) -> None:
+        """Check that the host still answers, without waiting. Called about once a second."""
         try:
             if self._socket is None:
                 if now >= self._next:
@@ -71,7 +70,7 @@ class Link:
                     self._socket.recv(1)
                     self._answered(is_open=False)  # the process has ended; its kernel reports it
             elif failed := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                raise OSError(failed, os.strerror(failed))  # Python picks the subclass by the number
+                raise OSError(failed, os.strerror(failed))  # the number determines the subclass
             elif self._has_peer():
                 self._answered(is_open=True)
             elif now >= self._next:
@@ -181,7 +180,7 @@ class Links:
         self.hosts = [card.host for card in cards]
 
     def connect_to_clients(self, port: int) -> None:
-        """Before all cards are known, on the host of the store: watch the hosts of the ranks that are connected to it.
+        """Watch the hosts of ranks that are connected to this host's store, until all cards are known.
 
         Args:
             port: the store's.
@@ -196,10 +195,10 @@ class Links:
         """True if each host has been reached once."""
         return bool(self.hosts) and all(link.is_known for link in self._links)
 
-    def look(self, now: float, stall_s: float) -> None:
+    def check(self, now: float, stall_s: float) -> None:
         for link in self._links:
             was_lost = link.lost is not None
-            link.look(now, stall_s)
+            link.check(now, stall_s)
             if was_lost and link.lost is None:
                 self.healed = now
         self._take(stall_s)

@@ -1,6 +1,6 @@
 """Exchange positions and verdicts of ranks through the process group's store.
 
-One thread makes all calls of the store. Other threads wait for it with a limit only: a store behind a cut link never answers.
+One thread makes all calls of the store. Other threads wait for it with a limit: a store behind a cut link never answers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from threading import Event
 from typing import Any, Protocol
 
 from .links import Card
-from .places import Place, Work
+from .position import Position, Work
 
 FIRST_S = 0.1
-"""Between rounds, until all ranks have published their cards."""
+"""Time between rounds until all ranks have published their cards."""
 _ASK_S = 1.0
-"""For how long an error waits for the positions of other ranks."""
+"""Time that an error waits for the positions of other ranks."""
 
 
 class Box:
@@ -29,14 +29,14 @@ class Box:
 
     Attributes:
         posted: the verdict.
-        places: of all ranks, by rank.
+        positions: of all ranks, by rank.
         fetched: when that round began; 0: never.
         proposal: a verdict to post, if there is none.
     """
 
     def __init__(self) -> None:
         self.posted: str | None = None
-        self.places: list[Place | None] = []
+        self.positions: list[Position | None] = []
         self.fetched = 0.0
         self.proposal: str | None = None
 
@@ -50,9 +50,9 @@ class Correspondent(Protocol):
     def asks(self) -> bool:
         """Return True if this rank has waited long enough to ask for positions."""
 
-    def answer(self, work: Work) -> Place: ...
+    def answer(self, work: Work) -> Position: ...
 
-    def place(self, *, ended: bool = False) -> Place: ...
+    def position(self, *, ended: bool = False) -> Position: ...
 
 
 class Mail:
@@ -61,13 +61,13 @@ class Mail:
     Args:
         store: the process group's.
         prefix: of keys in the store.
-        lanes: returns the lanes that there are.
-        tick_s: returns the seconds between two rounds; 0: nothing is watched.
+        lanes: returns the existing lanes.
+        tick_s: returns the seconds between two rounds; 0: waits are not watched.
 
     Attributes:
         opened: set once the store has answered the first calls, or refused them.
         fault: why this rank, or another, cannot be watched.
-        answered: when the last round began that the store has answered.
+        answered: start of the last round that the store has answered.
         cards: of all ranks, by rank; empty: not all are known yet.
     """
 
@@ -111,7 +111,7 @@ class Mail:
             time.sleep(0.01)
 
     def close(self, within_s: float) -> None:
-        """Post what is left to post and end the thread. Without an answer within `within_s`, close its connection."""
+        """Post verdicts and end the thread. Without an answer within `within_s`, close its connection."""
         self._stop.set()
         self._wake.set()
         if self._thread is threading.current_thread():
@@ -129,7 +129,7 @@ class Mail:
 
     def _run(self) -> None:
         try:
-            # A store may outlive a process group; then keys of an earlier one are in it.
+            # A store may outlive a process group, and then has keys of an earlier one.
             self.prefix = f"{self.prefix}/{self._given.add(f'{self.prefix}/{self.rank}', 1)}"
             self._store = self._given.clone()
             self.answered = time.perf_counter()
@@ -147,12 +147,14 @@ class Mail:
                     self._round()
             except RuntimeError:  # the store is gone with its process
                 return
-            except Exception:  # no descriptor is left, say; without this thread the rank would seem to have ended
+            except (
+                Exception
+            ):  # such as no descriptors; must continue: without this thread the rank would seem to have ended
                 continue
         with suppress(RuntimeError):
             self._post()
             for lane in self._lanes():
-                self._publish(lane, lane.place(ended=True))
+                self._publish(lane, lane.position(ended=True))
 
     def _round(self) -> None:
         began, store, lanes = time.perf_counter(), self._store, self._lanes()
@@ -172,12 +174,12 @@ class Mail:
                 if is_new and lane.box.posted is None:
                     self._publish(lane, lane.answer(work))
                 if is_wanted or lane.asks():
-                    lane.box.places, lane.box.fetched = self._places(lane), began
+                    lane.box.positions, lane.box.fetched = self._positions(lane), began
         self._post()
         self.answered = began
 
     def _post(self) -> None:
-        """Post verdicts. Two ranks may come to different ones at once: the first that is posted is everyone's."""
+        """Post verdicts. If two ranks reach different ones at once, the first that is posted holds for all."""
         for lane in self._lanes():
             if lane.box.proposal is not None and lane.box.posted is None:
                 key = self._key(lane.name, "verdict")
@@ -191,22 +193,22 @@ class Mail:
         if self._store.check(keys):
             self.cards = [Card.of_json(text) for text in self._store.multi_get(keys)]
 
-    def _publish(self, lane: Correspondent, place: Place) -> None:
-        self._store.set(self._key(lane.name, self.rank), place.to_json())
+    def _publish(self, lane: Correspondent, position: Position) -> None:
+        self._store.set(self._key(lane.name, self.rank), position.to_json())
 
     def _posted(self, lane: Correspondent) -> str | None:
         key = self._key(lane.name, "verdict")
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _places(self, lane: Correspondent) -> list[Place | None]:
+    def _positions(self, lane: Correspondent) -> list[Position | None]:
         keys, store = [self._key(lane.name, rank) for rank in range(self.size)], self._store
         if store.check(keys):
-            return [Place.of_json(text) for text in store.multi_get(keys)]
-        return [Place.of_json(store.get(key)) if store.check([key]) else None for key in keys]
+            return [Position.of_json(text) for text in store.multi_get(keys)]
+        return [Position.of_json(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 def server_of(store: Any) -> Any:
-    """The store under the prefixes."""
+    """Return the store under the prefixes."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

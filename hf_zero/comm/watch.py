@@ -1,6 +1,6 @@
-"""Blocking waits for other ranks: counted, seen by the watcher, and ended with a `StallError` on every rank.
+"""Blocking waits for other ranks: counted, published by the watcher, and ended with a `StallError`.
 
-Before each blocking wait a wire stores one object, `Watch.at`; nothing else happens in a step. The rest is in `watcher`.
+Before each blocking wait a wire stores one object, `Watch.at`. Nothing else happens in a step; see `watcher`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Protocol
 
 from ..errors import StallError
 from .inflight import Counters
-from .places import NETWORK, SAME_STEPS, Place
+from .position import NETWORK, SAME_STEPS, Position
 
 STALL_S = 30.0
 """For wires that are opened before an engine's settings are known."""
 
 SLOW = 10
-"""A rank that waits for no other or does not answer, and a wait in which all ranks stand together (a long transfer), are given
-this many times `stall_s`: they may get further by themselves. The others say on stderr for whom they wait."""
+"""A rank that waits for no other or does not answer, and ranks that all wait for the same (a long transfer), get this many
+times `stall_s`: they may continue by themselves. Meanwhile the waiting ranks report on stderr whom they wait for."""
 
 _BROKEN = (
     "closed by peer",
@@ -32,26 +32,26 @@ _BROKEN = (
     "Network is unreachable",
     "Socket closed",
 )
-_LOST = "That rank's process has ended, or raised an error before this one: its own output, further up or in its log, says why"
+_LOST = "Read the output of the other ranks, above or in their logs: the first error there is the cause"
 
 
 class Lane(Protocol):
-    """All waits of one thread of the program. Each call returns within seconds, also where nothing can be reached."""
+    """The waits of one thread. Each call returns within seconds, also if no rank can be reached."""
 
     def ask_for_verdict(self) -> str | None:
         """Return why this rank cannot continue, if that is known."""
 
-    def place(self) -> Place: ...
+    def position(self) -> Position: ...
 
-    def ended(self, engine: int) -> Sequence[Place]:
-        """Return ranks that have released an engine."""
+    def ended(self, engine: int) -> Sequence[Position]:
+        """Return the positions of ranks that have released an engine."""
 
     def unreachable(self) -> str:
         """Return which hosts cannot be reached; empty: none is known."""
 
 
 class Wait:
-    """A blocking call whose waiting is counted, and seen by the watch."""
+    """A blocking call whose time is counted, and which the watch shows."""
 
     __slots__ = ("_call", "_count", "_watch", "kind", "started", "tag")
 
@@ -64,13 +64,15 @@ class Wait:
         self.started = 0.0
 
     def wait(self) -> None:
-        """Raises:
-        StallError: this rank waits for one that will not come, or has ended.
+        """Make the call.
+
+        Raises:
+            StallError: this rank waits for one that will not come, or has ended.
         """
         watch = self._watch
         if watch.verdict is not None:
             raise watch.error()
-        before = watch.at  # a call may wait for another; one thread at a time, or an ended wait would be put back here
+        before = watch.at  # a call may wait for another. One thread at a time: else an ended wait would be restored
         watch.last = self.started = time.perf_counter()
         watch.at = self
         try:
@@ -83,22 +85,25 @@ class Wait:
         finally:
             watch.at = before
             watch.done += 1
-            self._count.wait_s += time.perf_counter() - self.started  # no lock: two threads at once lose a timing
+            self._count.wait_s += (
+                time.perf_counter() - self.started
+            )  # without a lock: two threads at once lose one of the times
 
 
 class Watch:
-    """What one wire waits for.
+    """The waits of one wire.
 
     Attributes:
-        at: the wait under way, if any. Stored by the wire, read by the thread.
+        at: the current wait, if any. Stored by the wire, read by the watch thread.
         done: waits that have ended.
         last: when the last wait began.
         step: optimizer steps made.
-        phase: what the engine is doing.
+        phase: of the engine.
         units: names of units by message tag.
-        engine: the number of the engine that the wire is for, the same on every rank; 0: it is for none.
-        among: by kind of wait, for which of the ranks, where these are not all; words that follow what is waited for.
-        verdict: why this rank cannot go on. Every wait that begins or breaks afterwards raises it.
+        engine: number of the engine that the wire is for, the same on every rank; 0: none.
+        among: by kind of wait, the ranks that take part if these are not all; text that follows what is waited for.
+        verdict: why this rank cannot continue. Every wait that begins or breaks afterwards raises it.
+        interrupts: functions that together break every wait of the wire, from another thread.
     """
 
     def __init__(self, *interrupts: Callable[[], None]) -> None:
@@ -113,12 +118,11 @@ class Watch:
         self.verdict: str | None = None
         self.purposes: list[str] = []
         self.interrupts = [*interrupts]
-        """Together they break every wait of the wire; called in another thread."""
         self.lane: Lane | None = None
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Around a collective that a program calls by itself: named to those that wait, and to those that do not come."""
+        """Name a call of user code that needs all ranks, while it runs."""
         self.purposes.append(what)
         try:
             yield
@@ -133,7 +137,7 @@ class Watch:
         return StallError(self.verdict or "")
 
     def explained(self, error: RuntimeError) -> Exception:
-        """What to raise for an error that a wait ended with."""
+        """Return the exception to raise for an error that ended a wait."""
         lane = self.lane
         if self.verdict is None and lane is not None:
             self.verdict = lane.ask_for_verdict()
@@ -141,10 +145,10 @@ class Watch:
             return self.error()
         if lane is None or not any(word in str(error) for word in _BROKEN):
             return error
-        here = lane.place()
-        who = "; ".join(f"rank {place.rank} {place}" for place in lane.ended(self.engine))
+        here = lane.position()
+        ended = "; ".join(f"rank {each.rank} {each}" for each in lane.ended(self.engine))
         lost = lane.unreachable()
         return StallError(
             f"rank {here.rank}, {here}: the connection to another rank has broken. "
-            + (f"{lost}. {NETWORK}" if lost else f"{who}. {SAME_STEPS}" if who else _LOST)
+            + (f"{lost}. {NETWORK}" if lost else f"{ended}. {SAME_STEPS}" if ended else _LOST)
         )

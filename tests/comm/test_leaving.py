@@ -115,4 +115,4 @@ def test_a_program_that_ends_on_one_rank(how, code, words, tmp_path):
             process.kill()
     assert ranks[1].returncode == code, said[1]
     assert "StallError" in said[0]
-    assert re.search(f"rank 1:? has ended, or let go of the model, {words}", said[0]), said[0]
+    assert re.search(f"rank 1:? has ended, or released the model, {words}", said[0]), said[0]

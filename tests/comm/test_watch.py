@@ -339,8 +339,8 @@ def test_a_rank_that_never_comes(tmp_path):
     """It may be slow, so it is given longer: before its first call, and behind training."""
     before, behind = side_by_side(late, [("before",), ("behind",)])
     error, said = before[0]
-    assert re.search(r"rank 0 has waited \d+ s in zero.shard, for rank 1: nothing heard of it yet", said), said
-    assert "rank 1: nothing heard of it" in error
+    assert re.search(r"rank 0 has waited \d+ s in zero.shard, for rank 1: no answer so far", said), said
+    assert "rank 1: no answer so far" in error
     error, said = behind[0]
     assert "rank 1: in the start of step 0, waits for no other rank" in error, error
 
