@@ -68,13 +68,13 @@ class Staging:
         """
         if self.target.exists() and not self.target.is_dir():
             raise CheckpointError(f"{self.target} is a file. Choose a folder to save into")
-        parent, beside = self.target.parent, f".{self.target.name}{SUFFIX}"
+        parent, prefix = self.target.parent, f".{self.target.name}{SUFFIX}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
             # A rename cannot cross file systems: where the target is a mount point, stage inside it.
             is_used = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
-            self.root, self._lock = _new_root(*((self.target, SUFFIX) if is_used else (parent, beside)))
-            self._refuse_rivals(beside)
+            self.root, self._lock = _new_root(*((self.target, SUFFIX) if is_used else (parent, prefix)))
+            self._refuse_rivals(prefix)
             _refuse_linked_folders(self.target, _files_of(self.target))
             remove_left_overs(parent)
             self.path.mkdir()
@@ -85,11 +85,11 @@ class Staging:
             self.discard()
             raise
 
-    def _refuse_rivals(self, beside: str) -> None:
+    def _refuse_rivals(self, prefix: str) -> None:
         """Raise if another process is saving to the same target; remove what dead ones left."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
-            roots = {*self.target.parent.glob(f"{_literal(beside)}*"), *self.target.glob(f"{SUFFIX}*")}
+            roots = {*self.target.parent.glob(f"{_literal(prefix)}*"), *self.target.glob(f"{SUFFIX}*")}
             if not _remove_dead(roots - {self.root}):
                 return
             if time.monotonic() > deadline:

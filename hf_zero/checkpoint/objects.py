@@ -1,6 +1,6 @@
-"""States beside the weights: schedulers, loss scalers and the like, and the random states of every rank.
+"""States of schedulers, loss scalers and the like, and the random states of every rank.
 
-zero_state.json             nested values; tensors by name
+zero_state.json             nested values, with names of tensors
 zero_state.safetensors      the tensors
 """
 

@@ -95,7 +95,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a load finds the parameters of a model; the same on every rank.
+    """The places where a load finds the parameters of a model; the same on every rank.
 
     Attributes:
         pieces: parameter (first name) -> pieces of stored tensors by key, in order, without gaps. `here` is in the

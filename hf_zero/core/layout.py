@@ -154,8 +154,8 @@ class Span:
         slice_numel: elements of every rank's slice. Of ragged slices: of the largest, or of one rank's (`Layout.seen_from`).
         shards: number of slices.
         cuts: offsets of ragged slices and the end; empty for equal slices.
-        wholes: for an optimizer of full matrices: the parameters in the slice of the rank that `slice_numel` describes.
-        share: the part of `wholes` that counts, see `Layout.evened`.
+        owned_slots: for an optimizer of full matrices: the parameters in the slice of the rank that `slice_numel` describes.
+        share: the part of `owned_slots` that counts, see `Layout.evened`.
         is_updated: an optimizer has the span.
         optimizer: number of that optimizer.
         is_whole: it updates full matrices: no slice and no tier has a part of one.
@@ -167,7 +167,7 @@ class Span:
     slice_numel: int
     shards: int
     cuts: tuple[int, ...] = ()
-    wholes: tuple[Slot, ...] = ()
+    owned_slots: tuple[Slot, ...] = ()
     share: float = 1.0
     trainable: bool = field(init=False, repr=False, compare=False)
     is_updated: bool = field(init=False, repr=False, compare=False)
@@ -340,7 +340,9 @@ class Layout:
 
         def own(span: Span) -> Span:
             low, high = span.bounds(rank)
-            return replace(span, slice_numel=high - low, wholes=_owned(span, rank), share=1.0) if span.cuts else span
+            return (
+                replace(span, slice_numel=high - low, owned_slots=_owned(span, rank), share=1.0) if span.cuts else span
+            )
 
         return self._each(own)
 
@@ -349,7 +351,7 @@ class Layout:
         share = max(self.imbalance(), default=0.0) / self.shards
 
         def even(span: Span) -> Span:
-            return replace(span, slice_numel=ceil(span.numel * share), wholes=span.slots, share=share)
+            return replace(span, slice_numel=ceil(span.numel * share), owned_slots=span.slots, share=share)
 
         return self._each(lambda span: even(span) if span.cuts else span) if share else self
 
@@ -425,11 +427,13 @@ def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[
         largest = max(high - low for low, high in pairwise(cuts))
         span = Span(index, tuple(slots), offset, largest, shards, tuple(cuts))
         rank = next(rank for rank in range(shards) if cuts[rank + 1] - cuts[rank] == largest)
-        return replace(span, wholes=_owned(span, rank))
+        return replace(span, owned_slots=_owned(span, rank))
     # Rounded up twice: equal slices need no lengths in collectives. A slice may lie beyond the last parameter.
     per_shard = -(-offset // shards)
     slice_numel = -(-per_shard // ALIGN_NUMEL) * ALIGN_NUMEL
-    return Span(index, tuple(slots), offset, slice_numel, shards, wholes=tuple(slots) if specs[0].step_cost > 0 else ())
+    return Span(
+        index, tuple(slots), offset, slice_numel, shards, owned_slots=tuple(slots) if specs[0].step_cost > 0 else ()
+    )
 
 
 def _owned(span: Span, rank: int) -> tuple[Slot, ...]:

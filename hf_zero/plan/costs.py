@@ -179,7 +179,7 @@ def tensors_bytes(span: Span, numel: int, tier: Tier, setup: Setup) -> int:
         nbytes = numel * itemsize(span.spec.master_dtype)
         return setup.optimizer_tensors * (padded(nbytes) if tier is Tier.DISK else nbytes)
     master = itemsize(span.spec.master_dtype)
-    arrays = [(nbytes, slot.spec.numel * master) for slot in span.wholes for nbytes in slot.spec.state_bytes]
+    arrays = [(nbytes, slot.spec.numel * master) for slot in span.owned_slots for nbytes in slot.spec.state_bytes]
     chosen = [nbytes for nbytes, whole in arrays if tier is not Tier.DISK or nbytes == whole] if numel else []
     return round(span.share * sum(padded(nbytes) if tier is Tier.DISK else nbytes for nbytes in chosen))
 
@@ -189,7 +189,7 @@ def beside_disk_bytes(span: Span, numel: int, setup: Setup) -> int:
     if not span.is_whole or not numel:
         return 0
     master = itemsize(span.spec.master_dtype)
-    arrays = [(nbytes, slot.spec.numel * master) for slot in span.wholes for nbytes in slot.spec.state_bytes]
+    arrays = [(nbytes, slot.spec.numel * master) for slot in span.owned_slots for nbytes in slot.spec.state_bytes]
     return round(span.share * sum(nbytes for nbytes, whole in arrays if nbytes != whole))
 
 

@@ -279,7 +279,7 @@ def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -
                 gradient = padded(slab * gradient_itemsize(span, tier, setup)) if stores_gradients(tier, setup) else 0
                 largest = max(largest, disk_bytes(span, slab, setup.optimizer_tensors) + gradient)
             elif tier is Tier.DISK and numel:
-                for slot in span.wholes:
+                for slot in span.owned_slots:
                     records += 1
                     gradient = gradient_itemsize(span, tier, setup) if stores_gradients(tier, setup) else 0
                     arrays = slot.spec.numel * master, slot.spec.numel * gradient, *slot.spec.state_bytes
@@ -304,7 +304,7 @@ def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup)
         master = itemsize(span.spec.master_dtype)
         if span.is_whole and any(numel and tier is not Tier.DEVICE for tier, numel in placement.optimizer):
             is_narrow = gradient_itemsize(span, Tier.HOST, setup) not in (0, master)
-            for slot in span.wholes:
+            for slot in span.owned_slots:
                 nbytes, states = slot.spec.numel * master, slot.spec.state_bytes
                 cast = max(cast, nbytes) if is_narrow and setup.is_cpu else cast
                 device = device if setup.is_cpu else max(device, 2 * nbytes + sum(states))

@@ -250,7 +250,7 @@ class _Unit:
                 span.numel,
                 span.is_whole,
                 span.share,
-                *(slot.spec.state_bytes for slot in span.wholes),
+                *(slot.spec.state_bytes for slot in span.owned_slots),
             )
             + (is_in_files(span, Placement(Tier.DISK, ()), setup),)
             for span in self._spans

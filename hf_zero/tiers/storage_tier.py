@@ -1,4 +1,4 @@
-"""The tiers beside the device, behind one small interface, and gradients on their way to them.
+"""Host memory and disk behind one small interface, and gradients that move to them.
 
 * `HostTier`: values are tensors in host memory, page-locked where the device is CUDA.
 * `DiskTier`: values are `OnDisk`, in this rank's own file.
@@ -19,7 +19,7 @@ from .tier import Tier
 
 
 class StorageTier(Protocol):
-    """Where values are stored that are not on the device."""
+    """A tier that stores values outside the device."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Values:
         """Return new 1-D values, undefined."""
@@ -33,7 +33,7 @@ class StorageTier(Protocol):
         """Start to copy `source`, which is in this tier, to `target` on the device; same dtype and length.
 
         Raises:
-            TierError: (when waiting) the read failed.
+            TierError: while waiting: the read failed.
         """
         ...
 
@@ -129,7 +129,7 @@ class Arrival:
         self._move = storage.link.down(mean, self._values)
 
     def advance(self) -> None:
-        """Begin what can begin without waiting for the device."""
+        """Start what can start without waiting for the device."""
         with self._lock:
             if not self._is_over and self._write is None and self._move.ready:
                 self._store()
