@@ -100,7 +100,7 @@ def test_a_failed_call_is_named_in_the_waiting_thread(tmp_path: Path, kind: str,
     where = rf"disk tier of rank 3 in {re.escape(str(tmp_path))}: a {kind} of {PIECE_BYTES} bytes at byte {PIECE_BYTES} failed"
     with instead(os, **{"preadv" if kind == "read" else "pwritev": fail}):
         move = getattr(disk, kind)(region.offset, page_aligned(4 * PIECE_BYTES))
-        with pytest.raises(TierError, match=rf"{where}.*{re.escape(os.strerror(number))}; {advice}"):
+        with pytest.raises(TierError, match=rf"{where}.*{re.escape(os.strerror(number))}\. {advice}"):
             move.wait()
     assert len(ends) == 3, "the buffer was still in use when the error was raised"
     with pytest.raises(TierError):  # of whoever waits next, too
