@@ -405,7 +405,7 @@ def another_rate_on_one_rank(run: Run) -> None:
     run.loss(1).backward()
 
 
-@program(only=ONE_PLACE, refused=(Refused(zero.CheckpointError, "optimizers in another order"),))
+@program(only=ONE_PLACE, refused=(Refused(zero.CheckpointError, "optimizer groups hold other parameters"),))
 def loaded_into_another_list(run: Run) -> None:
     model, optimizers = built(run, "muon")
     model = run.shard(model, optimizers)
