@@ -49,8 +49,12 @@ class SharesSamples(AcceleratorBase):
                 f"dispatch_batches=True reads batches on rank 0 for all ranks, and sp_size={self.zero_config.sp_size} gives "
                 "ranks of a group the same ones. Set it to False"
             )
-        with replaced([(self, "_zero_sharing", True), (self.dataloader_config, "dispatch_batches", False)]):
-            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        self._zero_sharing = True
+        try:
+            with replaced([(self.dataloader_config, "dispatch_batches", False)]):
+                prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        finally:
+            self._zero_sharing = False
         self._zero_shared_loaders.add(prepared)
         return prepared
 
@@ -97,8 +101,11 @@ class DividesSequences(TrainerBase):
         return size
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced([(self.accelerator, "_zero_own_samples", not kwargs.get("is_training", False))]):
+        self.accelerator._zero_own_samples = not kwargs.get("is_training", False)
+        try:
             return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.accelerator._zero_own_samples = False
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepare as the stock Trainer does; in training, return this rank's part of the group's batch."""
