@@ -87,10 +87,6 @@ def test_every_setting_is_described() -> None:
     assert described == [field.name for field in dataclasses.fields(hf_zero.ZeroConfig)]
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
 def test_the_reference_has_every_public_name() -> None:
     described = re.findall(r"^::: hf_zero\.(?:\w+\.)*(\w+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M)
     errors = {name for name in hf_zero.__all__ if hasattr(hf_zero.errors, name)}

@@ -1,7 +1,7 @@
-"""One Python block of README.md, as a user starts it: `readme_job.py OUT README NUMBER [--ddp]`.
+"""One Python block of README.md, as a user starts it: `readme_job.py OUT README NUMBER BASE [--ddp]`.
 
 What it ends with on each rank goes to files: the weights of its model, and the rows that the rank trained on. `--ddp`: with DDP
-written in place of hf_zero.
+written in place of hf_zero. BASE is the folder of a small model, in place of the one that a block names on the Hub.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ ENDS = ("dist.destroy_process_group()\n", "accelerator.end_training()\n")
 DDP = (
     (", parallelism_config=zero.ZeroPlugin(stage=3)", ""),
     (", parallelism_config=zero.ZeroPlugin(stage=2)", ""),
+    (', parallelism_config=zero.ZeroPlugin(stage=3, offload_params="cpu")', ""),
     ("with zero.Init():", "if True:"),
+    ('with zero.Init(offload_params="cpu"):', "if True:"),
     (
         "engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), device=device)",
         "model = torch.nn.parallel.DistributedDataParallel(model)",
@@ -68,6 +70,7 @@ def main() -> None:
     watch()
     os.environ.pop("ACCELERATE_USE_CPU", None)
     code = re.findall(r"^```python\n(.*?)^```", Path(sys.argv[2]).read_text("utf-8"), re.S | re.M)[int(sys.argv[3])]
+    code = code.replace("meta-llama/Meta-Llama-3-8B", sys.argv[4])
     os.chdir(OUT)
     if "--ddp" in sys.argv:
         for ours, plain in DDP:
