@@ -106,7 +106,7 @@ def open_in_thread(watch: Watch, wait: Callable[[Callable[[], None]], None], cal
         call: opens the groups.
 
     Raises:
-        StallError: the wait was interrupted.
+        StallError: the wait was interrupted, or another rank is lost.
     """
     over, found, failed = Latch(), [], []
 
@@ -119,14 +119,20 @@ def open_in_thread(watch: Watch, wait: Callable[[Callable[[], None]], None], cal
             over.set()
 
     Thread(target=run, name="hf_zero opens a group", daemon=True).start()
+
+    def finish() -> None:  # must raise inside `wait`: it translates the errors of lost connections
+        over.wait()
+        if failed:
+            raise failed[0]
+
     watch.interrupts.append(over.set)
     try:
-        wait(over.wait)
+        wait(finish)
     finally:
         watch.interrupts.remove(over.set)
     if found:
         return found[0]
-    raise failed[0] if failed else watch.error()
+    raise watch.error()
 
 
 def interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:
