@@ -10,6 +10,7 @@ as they are. Weights are rewritten only for another dtype or another split, a fe
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,32 +18,32 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config import DTYPE_ALIASES, DTYPES, parse_bytes
-from ..core.layout import itemsize
 from ..core.precision import dtype_of
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, TierError
+from ..tiers.array import FileSource, OnDisk
 from ..version import __version__
 from .cards import CARD, card_for, is_generated, is_unfilled, read_card, sealed
-from .files import inside, open_plain, read_json
+from .files import inside, read_json
 from .folder import SUFFIX, Staging, verify
 from .hub import Hub
 from .kinds import stale_weights
 from .manifest import MANIFEST, Manifest
-from .safetensors import Stored, build_header, read_fully, write_fully
+from .ranges import bytes_of
+from .safetensors import Stored, build_header, write_fully
 from .series import is_ours
-from .weights import WeightSet, find_weights, index_text, split_keys
+from .weights import Entry, WeightFile, WeightSet, find_weights, index_text, split_files
 
 MARKER = ".hf_zero_export.json"
 """In an exported folder, not on the Hub: names and sizes of its files, so that a later export may replace them."""
-CHUNK_BYTES = 4 << 20
-"""Buffer for the bytes read of a tensor and their cast; temporaries take about as much again."""
+CHUNK_NUMEL = 1 << 20
+"""Elements that are read, cast and written at a time."""
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"}
 _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "NOTICE", "NOTICE.md", "USE_POLICY.md")
 _TRAINING = ("zero_", "trainer_state.json", "optimizer.json")  # beginnings of names that belong to the run
@@ -60,7 +61,7 @@ def export(
     output: str | os.PathLike[str] | None = None,
     *,
     dtype: str | torch.dtype | None = None,
-    max_shard_size: int | str = "50GB",
+    max_shard_size: int | str | None = None,
     push_to_hub: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
@@ -75,7 +76,7 @@ def export(
         folder: a checkpoint of hf_zero, or any folder that `from_pretrained` loads (without digests to check).
         output: the folder to write. A new one appears by one rename; files of an earlier export are replaced.
         dtype: cast floating-point weights to float32, bfloat16 or float16. Default: keep them.
-        max_shard_size: most bytes per weight file. Files that fit are copied unchanged.
+        max_shard_size: most bytes per weight file. Default: keep the checkpoint's files.
         push_to_hub: `user/repo`, created if it is missing.
         private: create the repository as a private one.
         revision: a branch, created if it is missing.
@@ -102,7 +103,7 @@ def export(
         raise ConfigError(f"export: dtype is {str(dtype)!r}. Choose one of {', '.join(DTYPES)}")
     report = progress or (lambda action, done, total: None)
     hub = None if push_to_hub is None else Hub(push_to_hub, token, revision)
-    files = _plan(folder, wanted, parse_bytes(max_shard_size), report)
+    files = _plan(folder, wanted, None if max_shard_size is None else parse_bytes(max_shard_size), report)
     scratch = _choose_scratch(folder, target, files)
     if hub is not None:
         hub.prepare(private, {CARD, *files}, overwrite)  # before the long work: most errors show here
@@ -137,38 +138,22 @@ def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """A stored tensor, and the dtype to write it in."""
-
-    stored: Stored
-    dtype: str
-
-    @property
-    def numel(self) -> int:
-        return (self.stored.stop - self.stored.start) // itemsize(self.stored.dtype)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * itemsize(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class _Rewritten:
-    """A weight file that is cast or split anew."""
+    """A weight file that is cast or split anew, and where its values lie now."""
 
-    sources: dict[str, _Source]
-    metadata: dict[str, str]
+    file: WeightFile
+    sources: dict[str, Stored]
 
     @property
     def size_bytes(self) -> int:
-        return sum(source.size_bytes for source in self.sources.values())
+        return sum(entry.size_bytes for entry in self.file.entries)
 
 
 Content = Path | bytes | _Rewritten
 """A file to copy, a text, or weights to rewrite."""
 
 
-def _plan(folder: Path, dtype: str | None, limit: int, report: Progress) -> dict[str, Content]:
+def _plan(folder: Path, dtype: str | None, limit: int | None, report: Progress) -> dict[str, Content]:
     """Check the checkpoint. Returns name -> content of the files to export.
 
     Raises:
@@ -238,53 +223,34 @@ def _hint(folder: Path) -> str:
     return f". Export one of its checkpoints: {', '.join(inner)}" if inner else ""
 
 
-def _plan_weights(folder: Path, weights: WeightSet, dtype: str | None, limit: int) -> dict[str, Content]:
-    """Return the weight files and their index. Files whose dtypes and sizes fit are copied."""
+def _plan_weights(folder: Path, weights: WeightSet, dtype: str | None, limit: int | None) -> dict[str, Content]:
+    """Return the weight files and their index. Files that keep their tensors and dtypes are copied."""
+    sources = weights.tensors
     by_file = {
-        file: {key: _Source(found, _cast(file, key, found.dtype, dtype)) for key, found in header.tensors.items()}
-        for file, header in weights.files.items()
+        name: [Entry(key, _cast(name, key, found.dtype, dtype), found.shape) for key, found in header.tensors.items()]
+        for name, header in weights.files.items()
     }
-    if not weights.stem.endswith("adapter_model") and not _is_split_by(limit, by_file, weights.stem):
+    files = [WeightFile(name, tuple(entries), weights.files[name].metadata) for name, entries in by_file.items()]
+    if limit is not None and not weights.stem.endswith("adapter_model"):
         # Headers are sorted by dtype and name, which loses the model's order. Natural order is close to it.
-        ordered = {key: source for sources in by_file.values() for key, source in sorted(sources.items(), key=_natural)}
+        ordered = [entry for entries in by_file.values() for entry in sorted(entries, key=_natural)]
         metadata = {k: v for header in weights.files.values() for k, v in header.metadata.items()} or {"format": "pt"}
-        names = split_keys(weights.stem, {key: source.size_bytes for key, source in ordered.items()}, limit)
-        new = {name: _Rewritten({key: ordered[key] for key in keys}, metadata) for name, keys in names.items()}
-        return new | _index_of(weights, new)
-    kept: dict[str, Content] = {}
-    written: dict[str, _Rewritten] = {}
-    for file, sources in by_file.items():
-        if all(source.dtype == source.stored.dtype for source in sources.values()):
-            kept[file] = inside(folder, file)
-        else:
-            written[file] = _Rewritten(sources, weights.files[file].metadata)
-    if weights.index is not None and not written:
-        return kept | {weights.index: inside(folder, weights.index)}
-    every = {file: _Rewritten(sources, {}) for file, sources in by_file.items()}
-    return kept | written | _index_of(weights, every)
-
-
-def _is_split_by(limit: int, by_file: Mapping[str, Mapping[str, _Source]], stem: str) -> bool:
-    """Return whether filling files in order up to `limit` could give these files and names."""
-    count = len(by_file)
-    names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    sizes = [[source.size_bytes for source in sources.values()] for sources in by_file.values()]
-    return (
-        list(by_file) == (names if count > 1 else [f"{stem}.safetensors"])
-        and all(sum(file) <= limit or len(file) == 1 for file in sizes)
-        and all(sum(file) + max(after, default=0) > limit for file, after in pairwise(sizes))
-    )
-
-
-def _index_of(weights: WeightSet, files: Mapping[str, _Rewritten]) -> dict[str, Content]:
-    """Return the index of several files; nothing for one."""
-    if len(files) < 2:
-        return {}
-    where = {key: name for name, file in files.items() for key in file.sources}
-    numel = sum(source.numel for file in files.values() for source in file.sources.values())
-    total_numel = numel if weights.total_parameters is None else weights.total_parameters
-    text = index_text(where, total_numel, sum(file.size_bytes for file in files.values()))
-    return {f"{weights.stem}.safetensors.index.json": text.encode()}
+        files = [replace(file, metadata=metadata) for file in split_files(weights.stem, ordered, limit)]
+    out: dict[str, Content] = {}
+    for file in files:
+        before = weights.files[file.name].tensors if file.name in weights.files else {}
+        is_kept = {(entry.key, entry.dtype) for entry in file.entries} == {(k, v.dtype) for k, v in before.items()}
+        chosen = {entry.key: sources[entry.key] for entry in file.entries}
+        out[file.name] = inside(folder, file.name) if is_kept else _Rewritten(file, chosen)
+    if weights.index is not None and not any(isinstance(each, _Rewritten) for each in out.values()):
+        return out | {weights.index: inside(folder, weights.index)}
+    if len(files) > 1:
+        where = {entry.key: file.name for file in files for entry in file.entries}
+        numel = sum(entry.numel for file in files for entry in file.entries)
+        total_numel = numel if weights.total_parameters is None else weights.total_parameters
+        size_bytes = sum(entry.size_bytes for file in files for entry in file.entries)
+        out[f"{weights.stem}.safetensors.index.json"] = index_text(where, total_numel, size_bytes).encode()
+    return out
 
 
 def _cast(file: str, key: str, dtype: str, wanted: str | None) -> str:
@@ -295,8 +261,8 @@ def _cast(file: str, key: str, dtype: str, wanted: str | None) -> str:
     return wanted if dtype in _FLOATS else dtype
 
 
-def _natural(item: tuple[str, _Source]) -> list[str | int]:
-    return [int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(item[0]))]
+def _natural(entry: Entry) -> list[str | int]:
+    return [int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(entry.key))]
 
 
 def _small_files(folder: Path) -> Iterator[str]:
@@ -443,55 +409,38 @@ def _write_rewritten(place: Path, files: Mapping[str, Content], report: Progress
     return out
 
 
-def _write_weights(file: _Rewritten, target: Path, done: Callable[[int], None]) -> None:
+def _write_weights(rewritten: _Rewritten, target: Path, done: Callable[[int], None]) -> None:
     """Write one weight file. Calls `done(bytes)` after each chunk.
 
     Raises:
         CheckpointError: a file cannot be read or written (disk full).
         ConfigError: a value is too large for the dtype.
     """
-    opened: dict[Path, int] = {}
+    file = rewritten.file
+    head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata, target)
     try:
-        entries = [(key, source.dtype, source.stored.shape) for key, source in file.sources.items()]
-        text, header = build_header(entries, file.metadata, target)
-        buffer = memoryview(bytearray(CHUNK_BYTES))
         with open(target, "xb", buffering=0) as out:
-            write_fully(out.fileno(), memoryview(text), 0, target)
-            for key, stored in header.tensors.items():
-                source = file.sources[key]
-                path = source.stored.file
-                if path not in opened:
-                    opened[path] = open_plain(path)
-                at = stored.start
-                for data in _chunks(opened[path], key, source, buffer):
+            write_fully(out.fileno(), memoryview(head), 0, target)
+            for key, place in header.tensors.items():
+                source, at = rewritten.sources[key], place.start
+                values = OnDisk(FileSource(source.file, source.start, dtype_of(source.dtype), math.prod(source.shape)))
+                for start in range(0, len(values), CHUNK_NUMEL):
+                    data = bytes_of(_converted(key, source, values[start : start + CHUNK_NUMEL].read(), place.dtype))
                     write_fully(out.fileno(), data, at, target)
                     at += len(data)
                     done(len(data))
-    except OSError as error:
+    except (OSError, TierError) as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
 
 
-def _chunks(fd: int, key: str, source: _Source, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in the dtype to write."""
-    stored = source.stored
-    size, out_size = itemsize(stored.dtype), itemsize(source.dtype)
-    stride = len(buffer) // (size + out_size) * size
-    for start in range(stored.start, stored.stop, stride):
-        part = buffer[: min(stride, stored.stop - start)]
-        read_fully(fd, part, start, stored.file)
-        if stored.dtype == source.dtype:
-            yield part
-            continue
-        values = torch.frombuffer(part, dtype=dtype_of(stored.dtype))
-        cast = values.to(dtype_of(source.dtype))
-        low, high = cast.aminmax()  # not finite if any value is not; isinf is slower
-        if not (low.isfinite() and high.isfinite()) and not torch.equal(cast.isinf(), values.isinf()):
-            largest = values[values.isfinite()].abs().max().item()
-            raise ConfigError(
-                f"{stored.file}: {key!r} has values up to {largest:.4g}, which {source.dtype} cannot hold. Choose bfloat16 or "
-                "float32"
-            )
-        yield cast.view(torch.uint8).numpy().data
+def _converted(key: str, source: Stored, values: torch.Tensor, dtype: str) -> torch.Tensor:
+    if source.dtype == dtype:
+        return values
+    cast = values.to(dtype_of(dtype))
+    low, high = cast.aminmax()  # not finite if any value is not; isinf is slower
+    if not (low.isfinite() and high.isfinite()) and not torch.equal(cast.isinf(), values.isinf()):
+        largest = values[values.isfinite()].abs().max().item()
+        raise ConfigError(
+            f"{source.file}: {key!r} has values up to {largest:.4g}, which {dtype} cannot hold. Choose bfloat16 or float32"
+        )
+    return cast

@@ -242,7 +242,7 @@ def export(
     output: Annotated[str | None, _flag("Folder to write; an earlier export there is replaced.", "DIR")] = None,
     push_to_hub: Annotated[str | None, _flag("Upload; the repository is created if needed.", "USER/REPO")] = None,
     dtype: Annotated[str | None, _flag("Cast the weights.", "|".join(DTYPES))] = None,
-    max_shard_size: Annotated[str, _size("Largest weight file.")] = "50GB",
+    max_shard_size: Annotated[str | None, _size("Largest weight file. [default: as in the checkpoint]")] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     revision: Annotated[str | None, _flag("Branch to upload to; created if needed.", "BRANCH")] = None,
     commit_message: Annotated[str | None, _flag("Of the upload.", "TEXT")] = None,

@@ -122,23 +122,16 @@ def test_only_the_model(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(out).num_parameters() == gpt2().num_parameters()
 
 
-@pytest.mark.parametrize("max_shard_size", ["30KB", "30000"])
-def test_a_split_that_suits_is_kept(tmp_path: Path, max_shard_size: str) -> None:
+def test_the_files_of_a_checkpoint_are_kept_or_split_anew(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", max_shard_size="30KB")
-    out = zero.export(source, tmp_path / "out", max_shard_size=max_shard_size)
-    names = [name for name in files(source) if name.startswith("model")]
+    kept = zero.export(source, tmp_path / "kept")
+    names = [name for name in files(source) if name.startswith("model") and name != "modeling_own.py"]
     assert len(names) > 2
-    assert [name for name in files(out) if name.startswith("model.") or name.startswith("model-")] == [
-        name for name in names if name != "modeling_own.py"
-    ]
+    assert [name for name in files(kept) if name.startswith("model") and name != "modeling_own.py"] == names
     for name in names:
-        assert (out / name).read_bytes() == (source / name).read_bytes()
-
-
-def test_shards_become_one_file(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source", max_shard_size="30KB")
+        assert (kept / name).read_bytes() == (source / name).read_bytes()
     gpt2().save_pretrained(tmp_path / "whole")
-    out = zero.export(source, tmp_path / "out")
+    out = zero.export(source, tmp_path / "out", max_shard_size="50GB")
     assert not list(out.glob("*.index.json"))
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
