@@ -182,7 +182,7 @@ MUTANTS = (
         "compat/group_gradients.py",
         "self._overflow = self._wire.max_scalar(flags.float())",
         "self._overflow = flags.float()",
-        ("tests/regressions/test_loss_scaler.py",),
+        program("scalers"),
     ),
     # Values
     Mutant(
