@@ -43,6 +43,7 @@ STAGES = {
 
 WIRES = ("none", "int8", "fp8")
 OFFLOADS = ("none", "cpu", "disk", "auto")
+ACTIVATION_TIERS = ("none", "cpu", "disk")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -241,6 +242,14 @@ class ZeroConfig:
             "choices": OFFLOADS,
         },
     )
+    offload_activations: str = field(
+        default="none",
+        metadata={
+            "help": "Where inputs of checkpointed blocks are stored between forward and backward: none (on the device), cpu or "
+            "disk. Needs gradient checkpointing.",
+            "choices": ACTIVATION_TIERS,
+        },
+    )
     offload_dir: str | None = field(
         default=None,
         metadata={"help": "Folder of the disk tier, on a fast local disk. Default: in the temporary folder."},
@@ -334,6 +343,7 @@ class ZeroConfig:
             )
         for name in ("offload_optimizer", "offload_params"):
             check_choice(name, getattr(self, name), OFFLOADS)
+        check_choice("offload_activations", self.offload_activations, ACTIVATION_TIERS)
         for name in ("device_memory", "keep_gathered", "host_memory"):
             value: int | str | None = getattr(self, name)
             if value is not None:

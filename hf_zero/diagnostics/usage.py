@@ -285,7 +285,7 @@ def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow,
                 memory.rest[tier][kind],
                 now[name][kind],
                 memory.peak[tier][kind],
-                None if peak is None or kind == "activations" else found.get(kind, 0),
+                None if peak is None or (kind == "activations" and tier is not Tier.HOST) else found.get(kind, 0),
             )
             for kind in KINDS
             if memory.peak[tier][kind] or now[name][kind] or found.get(kind)

@@ -29,6 +29,7 @@ class ZeroFlags:
     zero_async_save: bool = setting("async_save")
     zero_offload_optimizer: str = setting("offload_optimizer")
     zero_offload_params: str = setting("offload_params")
+    zero_offload_activations: str = setting("offload_activations")
     zero_offload_dir: str | None = setting("offload_dir")
     zero_device_memory: str | None = setting("device_memory")
     zero_keep_gathered: str | None = setting("keep_gathered")

@@ -50,6 +50,7 @@ class ZeroPlugin(ParallelismConfig):
     async_save: bool = setting("async_save")
     offload_optimizer: str = setting("offload_optimizer")
     offload_params: str = setting("offload_params")
+    offload_activations: str = setting("offload_activations")
     offload_dir: str | None = setting("offload_dir")
     device_memory: int | str | None = setting("device_memory")
     keep_gathered: int | str | None = setting("keep_gathered")

@@ -41,7 +41,7 @@ class TierRow:
     """Current bytes."""
     predicted_peak: int
     measured_peak: int | None
-    """Peak of this kind since recording began; None without a recorder, and for activations, which are not counted."""
+    """Peak of this kind since recording began; None without a recorder. Of activations, those in host memory are counted."""
 
 
 @dataclass(frozen=True, slots=True)

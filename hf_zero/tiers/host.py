@@ -235,6 +235,11 @@ class Link:
         arrived = _OnStream(event, self.device)
         return Inflight((arrived,), (Timed(event.synchronize, self.meter, "up", source),), ready=event.query)
 
+    def hold_for_down(self) -> None:
+        """Let the current stream wait for all copies to the host so far: their sources may be written or freed after it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_stream(self._down)
+
     def _count(self, kind: str, source: Tensor, target: Tensor) -> None:
         if source.dtype != target.dtype or source.numel() != target.numel():
             raise StateError(

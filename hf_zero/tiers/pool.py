@@ -35,7 +35,7 @@ class Landing(Protocol):
         """Return when the gradient is stored."""
 
 
-KINDS = ("gathered", "communication", "gradients", "staging")
+KINDS = ("gathered", "communication", "gradients", "staging", "activations")
 """Kinds of bytes in a ledger."""
 
 
