@@ -96,6 +96,7 @@ SETTINGS = (
     "async_save",
     "offload_optimizer",
     "offload_params",
+    "offload_activations",
     "offload_dir",
     "device_memory",
     "keep_gathered",

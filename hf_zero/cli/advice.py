@@ -29,6 +29,7 @@ _CPU = {"zero_offload_optimizer": "cpu"}
 _ALL_CPU = {**_CPU, "zero_offload_params": "cpu"}
 _DISK = {"zero_offload_optimizer": "disk", "zero_offload_params": "disk"}
 _SMALL = {"gradient_checkpointing": True}
+_AWAY = {"zero_offload_activations": "cpu"}
 _WHOLE, _SHARDED = 2, 3
 """Recommended stages: full or sharded parameters. Stages 0 and 1 take as much time as 2, and more memory."""
 LADDER: tuple[dict[str, Any], ...] = (
@@ -40,8 +41,10 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"zero_stage": _SHARDED, **_SMALL, **_CPU},
     {"zero_stage": _SHARDED, **_SMALL, **_ALL_CPU},
     {"zero_stage": _SHARDED, **_SMALL, **_DISK},
+    {"zero_stage": _SHARDED, **_SMALL, **_AWAY},
+    {"zero_stage": _SHARDED, **_SMALL, **_AWAY, **_ALL_CPU},
 )
-"""Settings in the order of their cost in time."""
+"""Settings in the order of their cost in time; the last two for sequences whose activations alone are too large."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,15 @@ class Asked:
         config = options.config(stage, **settings)
         batch = None
         if options.batch is not None:
-            checkpointing = options.gradient_checkpointing or options.offload_activations
-            architecture = self.model.architecture
-            batch = Batch(options.batch, options.sequence, checkpointing, options.offload_activations, architecture)
+            offload = options.zero_offload_activations
+            batch = Batch(
+                options.batch,
+                options.sequence,
+                options.gradient_checkpointing or offload != "none",
+                offload,
+                self.model.architecture,
+                options.zero_sp_size,
+            )
         layout = self.model.layout(self.precision, config.shards(world_size), tuple(config.units))
         return PlanInputs(
             layout,
@@ -110,7 +119,9 @@ class Choice:
         """Return such as `stage 3, gradient checkpointing, optimizer on cpu`."""
         words = [f"stage {self.changes['zero_stage']}"] if "zero_stage" in self.changes else []
         words += ["gradient checkpointing"] if "gradient_checkpointing" in self.changes else []
-        offloads = {name: self.changes.get(f"zero_offload_{name}", "none") for name in ("optimizer", "params")}
+        offloads = {
+            name: self.changes.get(f"zero_offload_{name}", "none") for name in ("optimizer", "params", "activations")
+        }
         return " + ".join(words + [f"{name} on {where}" for name, where in offloads.items() if where != "none"])
 
 
@@ -172,8 +183,10 @@ def remedies(asked: Asked, stage: int) -> list[tuple[str, int, int, bool]]:
 def _changes(asked: Asked, stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
     options = asked.options
     if options.batch is not None and asked.model.architecture is not None:
-        if not (options.gradient_checkpointing or options.offload_activations):
+        if not options.gradient_checkpointing and options.zero_offload_activations == "none":
             yield "--gradient-checkpointing", dict(_SMALL)
+        if options.zero_offload_activations == "none":
+            yield "--zero-offload-activations cpu (with --gradient-checkpointing)", {**_SMALL, **_AWAY}
         if options.batch > 1:
             yield "--batch 1 (with more --accumulation)", {"batch": 1}
         if options.sequence > 1:
@@ -210,11 +223,13 @@ def least_ranks(asked: Asked, stage: int) -> int | None:
 def as_typed(choice: Choice, asked: Asked) -> tuple[str, str]:
     """Return the flags for a script with `ZeroTrainingArguments`, and the same as code."""
     options = asked.options
-    flags = dict(choice.changes)
+    given = {name: getattr(options, name) for name in ("zero_sp_size", "zero_offload_activations")}
+    changes = {name: value for name, value in given.items() if value not in (1, "none")} | dict(choice.changes)
+    flags = dict(changes)
     flags |= {} if options.mixed_precision == "no" else {options.mixed_precision: True}
     flags |= {} if options.batch is None else {"per_device_train_batch_size": options.batch}
     flags |= {"gradient_accumulation_steps": options.accumulation} if options.accumulation > 1 else {}
-    settings = {name.removeprefix("zero_"): value for name, value in choice.changes.items() if name.startswith("zero_")}
+    settings = {name.removeprefix("zero_"): value for name, value in changes.items() if name.startswith("zero_")}
     return as_flags(flags), as_plugin(settings)
 
 

@@ -35,6 +35,8 @@ class PlanOptions:
     zero_full_precision: str = ""
     zero_units: str = ""
     zero_replicas: int = 1
+    zero_sp_size: int = 1
+    zero_offload_activations: str = "none"
     zero_wire: str = "none"
     device_memory: str | None = None
     keep_gathered: str | None = None
@@ -45,7 +47,6 @@ class PlanOptions:
     sequence: int = 2048
     accumulation: int = 1
     gradient_checkpointing: bool = False
-    offload_activations: bool = False
     machine: str | None = None
     sweep: bool = False
     plot: str | None = None

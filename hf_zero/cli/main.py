@@ -101,20 +101,23 @@ def plan(
     zero_replicas: Annotated[
         int, _setting("replicas", "Copies of the sharded state (hybrid sharding).", "R", MOST_RANKS)
     ] = 1,
+    zero_sp_size: Annotated[
+        int, _setting("sp_size", "Ranks that share each sample (sequence parallelism).", "S", MOST_RANKS)
+    ] = 1,
+    zero_offload_activations: Annotated[
+        Literal["none", "cpu", "disk"], _setting("offload_activations", "Where checkpointed blocks' inputs are kept.")
+    ] = "none",
     zero_wire: Annotated[Wire, _setting("wire", "Format in which gradients and weights travel.")] = "none",
     device_memory: Annotated[str | None, _size("Device memory per rank, such as 24GiB.")] = None,
     keep_gathered: Annotated[str | None, _size("Of it, room for units that stay gathered.")] = None,
     host_memory: Annotated[str | None, _size("Host memory per rank.")] = None,
     disk_space: Annotated[str | None, _size("Space per rank in the offload folder.")] = None,
     optimizer_tensors: Annotated[int, _flag("State tensors per parameter; Adam has 2.", most=100)] = 2,
-    batch: Annotated[int | None, _flag("Sequences per rank and forward; counts activations.", "ROWS", 10**6)] = None,
+    batch: Annotated[int | None, _flag("Sequences of a rank (or group) per forward.", "ROWS", 10**6)] = None,
     sequence: Annotated[int, _flag("Tokens of each sequence, with --batch.", "TOKENS", 10**8)] = 2048,
     accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 10**6)] = 1,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
-    ] = False,
-    offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Keep checkpointed activations on the host.")
     ] = False,
     machine: Annotated[str | None, _flag("Sizes and speeds that `hf-zero probe` wrote.", "FILE")] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare 1 to 1,024 ranks, all stages and tiers.")] = False,

@@ -16,6 +16,7 @@ from torch import nn
 from ..checkpoint.safetensors import read_header
 from ..core.precision import dtype_of
 from ..errors import ConfigError
+from ..tiers.tier import WRITTEN_INPUTS, padded
 from .configs import Config
 
 
@@ -53,7 +54,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of one rank: `rows` sequences of `sequence` tokens.
+    """One micro-batch of one rank: `rows` sequences of `sequence` tokens, which `sp_size` ranks share.
 
     Raises:
         ConfigError: a size below 1.
@@ -63,9 +64,10 @@ class Batch:
     sequence: int
     checkpointing: bool = False
     """transformers' gradient checkpointing: keep the layers' inputs only, and recompute one layer at a time."""
-    offloads_checkpoints: bool = False
-    """True if the kept inputs are stored in host memory."""
+    offload: str = "none"
+    """Where the kept inputs are stored: none (on the device), cpu or disk."""
     architecture: Architecture | None = None
+    sp_size: int = 1
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.sequence < 1:
@@ -73,7 +75,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.sequence
+        return self.rows * -(-self.sequence // self.sp_size)
 
 
 # Activations ----------------------------------------------------------------------------------------------------------
@@ -100,8 +102,15 @@ def logits_bytes(architecture: Architecture, size: int) -> int:
     return architecture.vocab * (size + 3 * 4)
 
 
-def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int]:
-    """Estimate bytes on the device, and of offloaded checkpoints on the host; (0, 0) if the architecture is not known.
+def input_bytes(batch: Batch, size: int, is_mixed: bool) -> int:
+    """Return bytes of one checkpointed layer's input; 0 if the architecture is not known."""
+    return 0 if batch.architecture is None else batch.tokens * batch.architecture.hidden * (4 if is_mixed else size)
+
+
+def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int, int]:
+    """Estimate bytes on the device, and return those of offloaded checkpoints on the host and on disk.
+
+    All are 0 if the architecture is not known. Two inputs are on the device at once: one in use, one on its way.
 
     Args:
         size: bytes per element of the compute dtype.
@@ -109,16 +118,39 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int]
     """
     architecture = batch.architecture
     if architecture is None:
-        return 0, 0
-    residual = 4 if is_mixed else size
-    layer = layer_bytes(architecture, size, residual)
+        return 0, 0, 0
+    layer = layer_bytes(architecture, size, 4 if is_mixed else size)
     head = logits_bytes(architecture, size)
     if not batch.checkpointing:
-        return batch.tokens * (architecture.layers * layer + head), 0
-    kept = batch.tokens * architecture.layers * architecture.hidden * residual
+        return batch.tokens * (architecture.layers * layer + head), 0, 0
+    one, layers = input_bytes(batch, size, is_mixed), architecture.layers
     # The backward starts with the logits and releases them before it recomputes the last layer.
     moment = batch.tokens * max(layer, head)
-    return (moment, kept) if batch.offloads_checkpoints else (moment + kept, 0)
+    if batch.offload == "none":
+        return moment + layers * one, 0, 0
+    moment += min(2, layers) * one
+    if batch.offload == "cpu":
+        return moment, layers * one, 0
+    return moment, min(layers, WRITTEN_INPUTS + 1) * one, layers * padded(one)
+
+
+def activation_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
+    """Return the bytes that one forward and its backward move, by road: offloaded inputs, and what attention exchanges."""
+    architecture, one = batch.architecture, input_bytes(batch, size, is_mixed)
+    if architecture is None:
+        return {}
+    layers, work = architecture.layers, {}
+    if batch.offload != "none":
+        late = max(0, layers - WRITTEN_INPUTS) if batch.offload == "disk" else 0
+        work = {"down": layers * one, "up": (layers - late if is_cpu else layers) * one}
+        work |= {"write": layers * one, "read": late * one} if batch.offload == "disk" else {}
+    if batch.sp_size > 1:
+        heads, pairs = architecture.heads, architecture.key_value_heads or architecture.heads
+        repeats = next(n for n in range(1, heads + 1) if pairs * n % batch.sp_size == 0 or n * pairs >= heads)
+        width = 2 * (heads + repeats * pairs) * architecture.hidden // heads  # queries and outputs, keys and values
+        passes = 3 if batch.checkpointing else 2
+        work["sequence"] = passes * layers * batch.tokens * width * size * (batch.sp_size - 1) // batch.sp_size
+    return work
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------

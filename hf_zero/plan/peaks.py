@@ -312,9 +312,9 @@ def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup)
 
 
 def memory_of(
-    layout: Layout, placements: Sequence[Placement], setup: Setup, activations: tuple[int, int] = (0, 0)
+    layout: Layout, placements: Sequence[Placement], setup: Setup, activations: tuple[int, int, int] = (0, 0, 0)
 ) -> Memory:
-    """Return bytes per rank for `placements`, one per span by index; `activations` on the device and on the host."""
+    """Return bytes per rank for `placements`, one per span by index; `activations` by tier."""
     rest = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
     for span, placement in zip(layout.spans, placements):
         for (tier, kind), value in state_bytes(span, placement, setup).items():
@@ -328,7 +328,8 @@ def memory_of(
     device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
     host["staging"] = blocks + high.scratch + cast
     device["staging"] = on_device
-    device["activations"], host["activations"] = activations
+    for tier, nbytes in zip(TIERS, activations):
+        peak[tier]["activations"] = nbytes
     most = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
     highest = dict(most)
     most[Tier.DEVICE] += high.moment - high.gathered - high.communication

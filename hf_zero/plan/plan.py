@@ -26,7 +26,7 @@ from .machine import Machine
 from .outline import Batch
 from .peaks import memory_of
 from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
-from .work import Traffic, seconds, step_seconds, work_in_total
+from .work import PASSES, Traffic, Work, seconds, step_seconds, work_in_total
 
 # Units that stay ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def plan(inputs: PlanInputs) -> Plan:
     kept = kept_units(inputs, placements)
     setup = replace(inputs.setup, kept=frozenset(kept))
     memory = memory_of(inputs.layout, placements, setup, inputs.activations)
-    work = work_in_total(inputs.layout, placements, setup)
+    work = _work(inputs, placements, setup)
     parts = seconds(work, inputs.machine, inputs.compute_s)
     return Plan(
         inputs,
@@ -169,6 +169,14 @@ def plan(inputs: PlanInputs) -> Plan:
         _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
         kept,
     )
+
+
+def _work(inputs: PlanInputs, placements: Sequence[Placement], setup: Setup) -> Work:
+    """Return what a step moves: states, offloaded activations, and what attention exchanges."""
+    work = work_in_total(inputs.layout, placements, setup)
+    for road, nbytes in inputs.activation_work.items():
+        work[PASSES, road] = work.get((PASSES, road), 0) + nbytes
+    return work
 
 
 # What would fit -----------------------------------------------------------------------------------------------------
@@ -322,8 +330,12 @@ def _reasons(made: Plan) -> Iterator[str]:
     else:
         yield (
             f"activations: {size_text(sum(made.inputs.activations))}, an estimate for {batch.rows} x {batch.sequence} tokens"
-            f"{' with checkpointing' if batch.checkpointing else ''}"
+            f"{f' on {batch.sp_size} ranks' if batch.sp_size > 1 else ''}{' with checkpointing' if batch.checkpointing else ''}"
         )
+        if batch.offload != "none":
+            yield f"inputs of checkpointed blocks: on {batch.offload} between forward and backward"
+        if made.traffic.sequence:
+            yield f"attention exchanges {size_text(made.traffic.sequence)} per rank and step within groups of {batch.sp_size}"
     unknown = [name for name, value in made.parts.items() if value is None]
     if unknown:
         yield f"step time is not predicted: no speed is known for {', '.join(unknown)} (hf-zero probe measures them)"
@@ -333,7 +345,7 @@ def _kept(made: Plan, candidates: int) -> Iterator[str]:
     """Describe the units that stay gathered, of `candidates` that could."""
     layout = made.layout
     bare = layout, made.placements, made.inputs.setup
-    without = Traffic.of(work_in_total(*bare), *bare)
+    without = Traffic.of(_work(made.inputs, *bare[1:]), *bare)
     saved = size_text(without.gather + without.up - made.traffic.gather - made.traffic.up)
     nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
     yield (

@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..tiers.tier import SIZES, Sizes, Tier
 from .costs import STATES, TIERS, Memory, Placement, Setup, is_in_files, state_bytes, together
 from .machine import Machine
-from .outline import Batch, activation_bytes
+from .outline import Batch, activation_bytes, activation_work
 from .peaks import memory_of
 from .work import compute_flops, seconds, step_seconds, work_in_total
 
@@ -156,11 +156,20 @@ class PlanInputs:
         )
 
     @property
-    def activations(self) -> tuple[int, int]:
-        """Estimated bytes of activations on the device and on the host."""
+    def activations(self) -> tuple[int, int, int]:
+        """Bytes of activations on the device (estimated), on the host and on disk."""
         if self.batch is None:
-            return 0, 0
+            return 0, 0, 0
         return activation_bytes(self.batch, itemsize(self._compute_dtype), self.precision.autocast_dtype is not None)
+
+    @property
+    def activation_work(self) -> dict[str, int]:
+        """Bytes per step that offloaded activations and divided sequences move, by road."""
+        if self.batch is None:
+            return {}
+        is_mixed, is_cpu = self.precision.autocast_dtype is not None, self.machine.shares_memory
+        moved = activation_work(self.batch, itemsize(self._compute_dtype), is_mixed, is_cpu)
+        return {road: self.backward_per_step * nbytes for road, nbytes in moved.items()}
 
     @property
     def compute_s(self) -> float | None:

@@ -42,6 +42,8 @@ class Channel:
     """The field of `Machine` with its bytes per second; empty: not predicted."""
 
 
+SEQUENCE = "sequence"
+"""The road of what attention exchanges under `sp_size`."""
 _UNEVEN = "ranks arrive at different times: even out their batches, look for a slow rank"
 CHANNELS: Mapping[str, Channel] = {
     "gather": Channel(
@@ -83,6 +85,7 @@ CHANNELS: Mapping[str, Channel] = {
         "more tokens per step (batch, accumulation); step_in_backward=True where nothing is clipped; less offloaded state "
         "(offload_optimizer='auto'); for state on disk, a faster disk for offload_dir",
     ),
+    SEQUENCE: Channel("", "", "collective"),
     "device": Channel("", "", "device_bandwidth"),
     "host": Channel("", "", "host_bandwidth"),
 }
@@ -226,11 +229,13 @@ class Traffic:
     write: int = 0
     across: int = 0
     """The part of `reduce` that goes to other replicas."""
+    sequence: int = 0
+    """What attention exchanges under `sp_size`."""
 
     @staticmethod
     def of(work: Work, layout: Layout, placements: Sequence[Placement], setup: Setup) -> Traffic:
         """Build from the `work` of all spans; see `work_in_total`."""
-        moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in ROADS}
+        moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in (*ROADS, SEQUENCE)}
         across = sum(across_bytes(span, setup) for span in layout.spans)
         return Traffic(**moved, across=round(across))
 
@@ -248,7 +253,9 @@ def resource(road: str, machine: Machine) -> str:
     """
     if machine.shares_memory and road not in ("read", "write"):
         return "processor"
-    return {"gather": "collective", "reduce": "collective", "device": "optimizer", "host": "optimizer"}.get(road, road)
+    if road in ("gather", "reduce", SEQUENCE):
+        return "collective"
+    return "optimizer" if road in ("device", "host") else road
 
 
 def phase_of(phase: str, setup: Setup) -> str:

@@ -30,12 +30,11 @@ from ..engine.observer import Observer
 from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.array import DiskArray, OnDisk
 from ..tiers.pool import Storage
+from ..tiers.tier import WRITTEN_INPUTS
 
-WRITES = 4
-"""Inputs in host memory at once that are on their way to disk."""
 _SAVING = (("CheckpointFunction", "apply"), ("_CheckpointFrame", "save_inputs"), ("_NoopSaveInputs", "apply"))
 """Where `torch.utils.checkpoint` saves a block's inputs: with `use_reentrant`, and without, by version."""
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_autograd: Any = torch._C._autograd
 
 
 class Kept:
@@ -115,7 +114,7 @@ class Activations(Observer):
     """Moves inputs of checkpointed blocks to host memory or disk between forward and backward.
 
     On a GPU nothing waits on the host: a copy to the host runs while its block computes, and the next block's kernels wait for
-    it on the device, so that at most two inputs wait there. The disk takes `WRITES` at a time.
+    it on the device, so that at most two inputs wait there. The disk takes `WRITTEN_INPUTS` at a time.
     """
 
     def __init__(self, config: ZeroConfig) -> None:
@@ -194,10 +193,10 @@ class Activations(Observer):
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled() or not torch.is_grad_enabled():
+        if not _autograd._saved_tensors_hooks_is_enabled() or not torch.is_grad_enabled():
             yield
             return
-        outer = _top_hooks(True)
+        outer = _autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             yield  # a block inside a checkpointed one, which recomputes it
             return
@@ -249,7 +248,7 @@ class Activations(Observer):
         for reference in self._writing:
             if (one := reference()) is not None and one.leaving.ready:
                 self._write(one)
-        while len(self._writing) > WRITES:
+        while len(self._writing) > WRITTEN_INPUTS:
             if (one := self._writing.pop(0)()) is not None and self._land(one) and one.host is not None:
                 self._buffers.give_back(one.host)
                 one.host = None
@@ -287,9 +286,9 @@ class Activations(Observer):
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, tuple):
             unpack, inner = packed
-            return unpack(inner)  # type: ignore[no-any-return]
+            return unpack(inner)
         if not isinstance(packed, Kept):
-            return packed  # type: ignore[no-any-return]
+            return packed
         self._settle()
         if packed.is_stale:
             raise RuntimeError(

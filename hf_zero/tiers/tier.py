@@ -18,6 +18,9 @@ PIECE_BYTES = 4 << 20
 THREADS = 4
 """Pieces under way at once. Unaligned ones need a buffer each: `THREADS * PIECE_BYTES` at most."""
 
+WRITTEN_INPUTS = 4
+"""Inputs of checkpointed blocks that are in host memory on their way to disk: the last ones stay there for the backward."""
+
 
 class Tier(Enum):
     DEVICE = "device"

@@ -278,10 +278,10 @@ def test_activations_are_korthikantis():
     """34 s b h per layer in 16 bits without scores (arXiv 2205.05198, section 4.1), 2 s b h per layer with checkpointing."""
     architecture = Architecture(hidden=1024, layers=24, heads=16, intermediate=4096, vocab=1)
     assert layer_bytes(architecture, 2, 2) == 34 * 1024
-    kept, _ = activation_bytes(Batch(2, 512, checkpointing=True, architecture=architecture), 2, False)
+    kept, *_ = activation_bytes(Batch(2, 512, checkpointing=True, architecture=architecture), 2, False)
     assert kept == 2 * 512 * (24 * 2 + 34) * 1024
-    device, host = activation_bytes(Batch(2, 512, True, True, architecture), 2, False)
-    assert (device, host) == (2 * 512 * 34 * 1024, 2 * 512 * 24 * 2 * 1024)
+    device, host, _ = activation_bytes(Batch(2, 512, True, "cpu", architecture), 2, False)
+    assert (device, host) == (2 * 512 * (34 + 2 * 2) * 1024, 2 * 512 * 24 * 2 * 1024)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -309,7 +309,7 @@ def test_activations_against_what_autograd_keeps(checkpointing):
     found = sum(storage.nbytes() for storage in saved.values())
     names = [name for name, _ in model.named_parameters()]
     batch = Batch(4, 128, architecture=Architecture.of(config, names))
-    estimate, _ = activation_bytes(dataclasses.replace(batch, checkpointing=checkpointing), 4, False)
+    estimate, *_ = activation_bytes(dataclasses.replace(batch, checkpointing=checkpointing), 4, False)
     if checkpointing:  # the hooks see the forward alone: the layers' inputs and the logits, no layer computed again
         estimate += 4 * 128 * (logits_bytes(batch.architecture, 4) - layer_bytes(batch.architecture, 4, 4))
     assert estimate == pytest.approx(found, rel=0.4)

@@ -33,6 +33,13 @@ def listed(text: str) -> set[str]:
 def set_for_a_while() -> Iterator[str]:
     """The second of (owner, name, value), as `huggingface.stock.replaced` takes them, and the modules of its tables."""
     for module, tree in trees().items():
+        if module == "sequence.activations":
+            (table,) = (
+                node.value
+                for node in tree.body
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_SAVING"
+            )
+            yield from (name for pair in ast.literal_eval(table) for name in pair)
         if not module.startswith("huggingface."):
             continue
         for node in ast.walk(tree):
