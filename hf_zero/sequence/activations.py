@@ -163,7 +163,6 @@ class Activations(Observer):
         self._depth += 1
         if self._depth == 1:
             self._undo.close()
-            self._packed = False
             self._undo.enter_context(_around_saving(self._hooks))
 
     def _root(self) -> nn.Module | None:

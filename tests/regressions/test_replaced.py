@@ -39,7 +39,7 @@ def set_for_a_while() -> Iterator[str]:
                 for node in tree.body
                 if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_SAVING"
             )
-            yield from (name for pair in ast.literal_eval(table) for name in pair)
+            yield from map(".".join, ast.literal_eval(table))
         if not module.startswith("huggingface."):
             continue
         for node in ast.walk(tree):
