@@ -17,61 +17,16 @@ from .save import Saving
 logger = logging.getLogger(__name__)
 
 
-class Behind:
-    """A save whose values are copied, and which a thread writes.
-
-    Args:
-        wire: for this thread alone.
-        slab: host memory of the save before, which must be complete.
-
-    Attributes:
-        slab: host memory that has the copies. The next save uses it again.
-    """
-
-    def __init__(self, saving: Saving, wire: SoloWire, slab: Tensor | None) -> None:
-        self.slab = saving.freeze(wire, slab)
-        self.target = saving.target
-        self._saving = saving
-        self._failure: BaseException | None = None
-        # Not a daemon: the interpreter waits for it at exit, and `_at_exit` then reports.
-        self._thread = threading.Thread(target=self._run, name=f"hf_zero save {saving.target}")
-        self._thread.start()
-        _UNREPORTED.append(self)
-
-    def _run(self) -> None:
-        try:
-            self._saving.commit()
-        except BaseException as error:
-            self._failure = error
-
-    def wait(self) -> None:
-        """Return when the checkpoint is complete.
-
-        Raises:
-            CheckpointError: it failed, on this or any other rank; raised once.
-        """
-        self._thread.join()
-        if self in _UNREPORTED:
-            _UNREPORTED.remove(self)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            if isinstance(failure, ZeroError):
-                raise failure
-            raise CheckpointError(f"the save to {self.target}, written behind, failed: {failure}") from failure
-
-
 class Saves:
-    """The saves of one engine that are written behind training.
-
-    Attributes:
-        pending: the one under way.
-    """
+    """The saves of one engine that are written behind training."""
 
     def __init__(self, wire: SoloWire) -> None:
         self._wire = wire
         self._side: SoloWire | None = None
-        self._slab: Tensor | None = None
-        self.pending: Behind | None = None
+        self._slab: Tensor | None = None  # host memory of the copies, used again
+        self._target = ""
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def side_wire(self) -> SoloWire:
         """Return the wire for a thread that communicates while training continues. A collective the first time."""
@@ -80,33 +35,50 @@ class Saves:
         return self._side
 
     def write_behind(self, saving: Saving) -> None:
-        """Commit a save that has all its parts. A collective."""
-        self.wait()  # it still reads the slab, and communicates over the side wire
-        self.pending = Behind(saving, self.side_wire(), self._slab)
-        self._slab = self.pending.slab
+        """Copy the values of a save that has all its parts, and commit it in a thread. A collective."""
+        self.wait()  # the save before still reads the slab, and communicates over the side wire
+        self._slab = saving.freeze(self.side_wire(), self._slab)
+        self._target = str(saving.target)
+        # Not a daemon: the interpreter waits for it at exit, and `_at_exit` then reports.
+        self._thread = threading.Thread(target=self._commit, args=(saving,), name=f"hf_zero save {self._target}")
+        self._thread.start()
+        _UNREPORTED.append(self)
+
+    def _commit(self, saving: Saving) -> None:
+        try:
+            saving.commit()
+        except BaseException as error:
+            self._failure = error
 
     def wait(self) -> None:
         """Return when no save is under way.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: it failed, on this or any other rank; raised once.
         """
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            with self._wire.watch.doing(f"waiting for the save to {pending.target}"):
-                pending.wait()
+        if self._thread is None:
+            return
+        with self._wire.watch.doing(f"waiting for the save to {self._target}"):
+            self._thread.join()
+        self._thread = None
+        _UNREPORTED.remove(self)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            if isinstance(failure, ZeroError):
+                raise failure
+            raise CheckpointError(f"the save to {self._target}, written behind, failed: {failure}") from failure
 
 
-_UNREPORTED: list[Behind] = []
-"""Saves whose outcome was not asked for: the process must not end as if they had succeeded."""
+_UNREPORTED: list[Saves] = []
+"""Engines whose last save was not waited for: the process must not end as if it had succeeded."""
 
 
 @atexit.register
 def _at_exit() -> None:
     failed = False
-    for behind in list(_UNREPORTED):
+    for saves in list(_UNREPORTED):
         try:
-            behind.wait()
+            saves.wait()
         except ZeroError as error:
             failed = True
             logger.error("hf_zero: %s", error)

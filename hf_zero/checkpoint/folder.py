@@ -30,8 +30,6 @@ from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 
 SUFFIX = ".zero_saving"
 """Marks staging folders: `.NAME.zero_saving-*` next to a target, `.zero_saving-*` inside one."""
-OCCUPIED = "_zero_lock"
-"""Begins with an underscore, so that the Trainer's uploads leave it out."""
 MIXED = "holds files of the old and of the new save"
 """In the error of a save that failed while it replaced files."""
 _GATES = ("config.json", "adapter_config.json")
@@ -176,58 +174,6 @@ class Staging:
             shutil.rmtree(self.root, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
-
-
-class Occupancy:
-    """A folder that one training job at a time uses, by a lock on a file in it.
-
-    The lock ends with the process; forked children do not hold it.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Take the lock.
-
-        Raises:
-            CheckpointError: another job holds it, or the folder cannot be written.
-        """
-        self._path = Path(folder) / OCCUPIED
-        deadline = time.monotonic() + _PATIENCE_S
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            while (fd := self._try_lock()) is None:
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"another job is training into {self._path.parent} right now, and each would remove the other's "
-                        "checkpoints. Give each job its own output folder, or wait for the other to end"
-                    )
-                time.sleep(_PATIENCE_S / 20)
-        except OSError as error:
-            raise CheckpointError(f"{self._path.parent} cannot be written: {error}") from error
-        self._fd = fd
-
-    def _try_lock(self) -> int | None:
-        refuse_link(self._path)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            # lockf, not flock: a data loader's worker that outlives the job must not hold the lock.
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last owner may have removed the file between open and lock.
-            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(fd)):
-                return fd
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except OSError:
-            return fd  # the file system has no locks
-        os.close(fd)
-        return None
-
-    def leave(self) -> None:
-        """Release the lock. May be called again."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                self._path.unlink()  # under the lock, or it could be the next owner's file
-            os.close(self._fd)
-            self._fd = -1
 
 
 def verify(

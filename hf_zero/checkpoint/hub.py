@@ -9,9 +9,8 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +87,11 @@ class Hub:
             same, other = stale_weights(present, files)
             kept = set()
             if CARD in present and CARD in files and is_generated(_text_of(files[CARD])):
-                kept = set() if self._has_card(is_generated) else {CARD}
+                theirs = _remote_card(self._api, self.name, self.revision, None)
+                kept = set() if is_generated(theirs) else {CARD}
             adds = [CommitOperationAdd(name, content) for name, content in files.items() if name not in kept]
             deletes = [CommitOperationDelete(name) for name in (*same, *(other if overwrite else ()))]
             self._api.create_commit(self.name, [*adds, *deletes], commit_message=message, revision=self.revision)
-
-    def _has_card(self, check: Callable[[str], bool]) -> bool:
-        return check(_remote_card(self._api, self.name, self.revision, None))
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
@@ -111,41 +108,32 @@ class Hub:
             raise _explain(what, error) from error
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Patterns of remote files that an upload of a folder deletes, and of local files that it leaves out."""
+def changes(
+    api: HfApi,
+    *,
+    repo_id: str,
+    folder_path: str | os.PathLike[str],
+    path_in_repo: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    ignore_patterns: Sequence[str] = (),
+    **_: Any,
+) -> tuple[list[str], list[str]]:
+    """Return patterns of remote files that an upload of a folder deletes, and of local files that it leaves out.
 
-    delete: list[str]
-    keep: list[str]
+    Older weights of the same kind are deleted; a card that a user wrote is kept. Arguments are those of `HfApi.upload_folder`.
+    """
+    from huggingface_hub.utils import filter_repo_objects
 
-    @classmethod
-    def of(
-        cls,
-        api: HfApi,
-        *,
-        repo_id: str,
-        folder_path: str | os.PathLike[str],
-        path_in_repo: str | None = None,
-        revision: str | None = None,
-        token: str | None = None,
-        ignore_patterns: Sequence[str] = (),
-        **_: Any,
-    ) -> Changes:
-        """Return the changes for the arguments of `HfApi.upload_folder`.
-
-        Older weights of the same kind are deleted; a card that a user wrote is kept.
-        """
-        from huggingface_hub.utils import filter_repo_objects
-
-        root, folder = Path(folder_path), f"{path_in_repo.strip('/')}/" if path_in_repo else ""
-        files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
-        new = list(filter_repo_objects(files, ignore_patterns=list(ignore_patterns)))
-        listed = list_files(api, repo_id, revision, token)
-        present = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
-        keep = []
-        if not folder and CARD in present and CARD in new and is_unwritten(read_card(root / CARD)):
-            keep = [] if is_unwritten(_remote_card(api, repo_id, revision, token)) else [CARD]
-        return cls([glob.escape(name) for name in stale_weights(present, new)[0]], keep)
+    root, folder = Path(folder_path), f"{path_in_repo.strip('/')}/" if path_in_repo else ""
+    files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+    new = list(filter_repo_objects(files, ignore_patterns=list(ignore_patterns)))
+    listed = list_files(api, repo_id, revision, token)
+    present = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
+    keep = []
+    if not folder and CARD in present and CARD in new and is_unwritten(read_card(root / CARD)):
+        keep = [] if is_unwritten(_remote_card(api, repo_id, revision, token)) else [CARD]
+    return [glob.escape(name) for name in stale_weights(present, new)[0]], keep
 
 
 def list_files(api: HfApi, name: str, revision: str | None, token: str | None = None) -> list[str]:

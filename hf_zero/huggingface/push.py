@@ -12,7 +12,7 @@ from transformers.utils.hub import hf_api
 
 from ..checkpoint.cards import RunFacts
 from ..checkpoint.folder import SUFFIX
-from ..checkpoint.hub import Changes, list_files
+from ..checkpoint.hub import changes, list_files
 from ..checkpoint.kinds import refuse_other_weights
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.save import Saving
@@ -32,9 +32,9 @@ def uploading() -> AbstractContextManager[None]:
         if run_as_future:
             return api.run_as_future(upload_folder, **kwargs)
         kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), f"*{SUFFIX}*/*"]
-        changes = Changes.of(api, **kwargs)
-        kwargs["ignore_patterns"] += changes.keep
-        return type(api).upload_folder(api, **kwargs, delete_patterns=changes.delete or None)
+        delete, keep = changes(api, **kwargs)
+        kwargs["ignore_patterns"] += keep
+        return type(api).upload_folder(api, **kwargs, delete_patterns=delete or None)
 
     return replaced([(api, "upload_folder", upload_folder)])
 

@@ -29,10 +29,9 @@ from packaging.version import Version
 from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..checkpoint.files import Field
-from ..checkpoint.folder import Occupancy
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.objects import load_state
@@ -148,22 +147,14 @@ class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, DividesSequences
         the same schedule.
 
         Raises:
-            CheckpointError: on every rank: every checkpoint, or the given one, is damaged; another job trains into the
-                same `output_dir`.
+            CheckpointError: on every rank: every checkpoint, or the given one, is damaged.
             ConfigError: on every rank: with "latest", the number of ranks does not divide a step's rows.
         """
         wire = open_wire(home_device(), self.accelerator.zero_config.stall_s)
-        alone = wire.rank == 0 and self.args.save_strategy != SaveStrategy.NO and self.hp_search_backend is None
-        taken: Occupancy | None = None
-        try:
-            with on_all_ranks(wire, f"training into {self._zero_output}"):
-                if wire.rank == 0 and self.args.push_to_hub:
-                    check_kind(self)  # here, not after hours of training
-                taken = Occupancy(self._zero_output) if alone else None
-            return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
-        finally:
-            if taken is not None:
-                taken.leave()
+        with on_all_ranks(wire, f"training into {self._zero_output}"):
+            if wire.rank == 0 and self.args.push_to_hub:
+                check_kind(self)  # here, not after hours of training
+        return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
 
     def _zero_train(self, wire: SoloWire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         self._zero_series.tidy(wire)

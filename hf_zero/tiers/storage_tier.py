@@ -67,37 +67,21 @@ class DiskTier:
         return self.empty(values.numel(), values.dtype).copy_(values)
 
     def load(self, source: Values, target: Tensor) -> Inflight:
-        source = cast(OnDisk, source)
-        if self._storage.link.is_one_memory:
+        storage, source = self._storage, cast(OnDisk, source)
+        if storage.link.is_one_memory:
             return source.begin_read(target)
-        through = _ThroughHost(self._storage, source, target)
-        return Inflight((through,), (_Closing(through),))
+        memory, up = storage.scratch(source.numel(), source.dtype), DONE
 
+        def send_up() -> None:
+            nonlocal up
+            up = storage.link.up(memory, target)
+            up.wait()
 
-class _ThroughHost:
-    """A read from disk into host memory, and from there to the device when it is waited for."""
+        def release() -> None:
+            up.close()
+            storage.give_back(memory)
 
-    def __init__(self, storage: Storage, source: OnDisk, target: Tensor) -> None:
-        self._storage, self._target = storage, target
-        self._memory = storage.scratch(source.numel(), source.dtype)
-        self._read, self._up = source.begin_read(self._memory), DONE
-
-    def wait(self) -> None:
-        self._read.wait()
-        self._up = self._storage.link.up(self._memory, self._target)
-        self._up.wait()
-
-    def close(self) -> None:
-        self._up.close()
-        self._storage.give_back(self._memory)
-
-
-class _Closing:
-    def __init__(self, through: _ThroughHost) -> None:
-        self._through = through
-
-    def wait(self) -> None:
-        self._through.close()
+        return Inflight((source.begin_read(memory),), (Inflight(finish=release),), send_up)
 
 
 def tier_of(storage: Storage, tier: Tier) -> StorageTier:

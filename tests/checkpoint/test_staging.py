@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero import CheckpointError, verify
-from hf_zero.checkpoint.folder import OCCUPIED, Occupancy, Staging, remove_left_overs
+from hf_zero.checkpoint.folder import Staging, remove_left_overs
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from tests.kit.injection import Forked, calls, fail_at, kill_at
 
@@ -319,32 +319,6 @@ def test_discarded_is_as_if_never_begun(start, tmp_path):
     assert left_overs(tmp_path / "out") == []
 
 
-def test_one_training_job_at_a_time(tmp_path):
-    """The lock ends with its process, killed or not; a forked child does not hold it."""
-    first = Occupancy(tmp_path / "out")
-
-    def second() -> str:
-        try:
-            Occupancy(tmp_path / "out").leave()
-        except CheckpointError as error:
-            return str(error)
-        return "free"
-
-    assert "another job is training into" in Forked(second).wait()[1]
-    first.leave()
-    first.leave()
-    assert Forked(second).wait()[1] == "free"
-    assert not (tmp_path / "out" / OCCUPIED).exists()
-
-    def killed_holder() -> None:
-        Occupancy(tmp_path / "out")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    Forked(killed_holder).wait()
-    assert (tmp_path / "out" / OCCUPIED).exists()
-    assert second() == "free"
-
-
 # Links --------------------------------------------------------------------------------------------
 
 
@@ -392,7 +366,3 @@ def test_links_as_files_are_replaced_not_written_through(tmp_path):
     assert victim.read_text() == "theirs"
     assert verify(target).facts["made"] == "new"
     assert not any(path.is_symlink() for path in target.rglob("*"))
-    (target / OCCUPIED).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="symbolic link"):
-        Occupancy(target)
-    assert not (tmp_path / "elsewhere").exists()
