@@ -323,31 +323,27 @@ def _marked_files(target: Path) -> set[str] | None:
 
 
 def _choose_scratch(folder: Path, target: Path | None, files: Mapping[str, Content]) -> Path:
-    """Return a writable folder with enough free space: the output's parent, or one for temporary files.
+    """Return the folder to write in: the output's parent, or one for temporary files.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it has too little space.
     """
-    if target is None:
-        parents = [folder.resolve().parent, Path(tempfile.gettempdir())]
-    else:
-        parents = [next(parent for parent in target.parents if parent.is_dir())]
+    parent = folder.resolve().parent if target is None else next(each for each in target.parents if each.is_dir())
+    if target is None and not os.access(parent, os.W_OK):
+        parent = Path(tempfile.gettempdir())
     need = 4 << 20
     for content in files.values():
         if isinstance(content, _Rewritten):
             need += content.size_bytes + (1 << 20)
         elif target is not None:
             need += content.stat().st_size if isinstance(content, Path) else len(content)
-    found = []
-    for parent in parents:
-        free = shutil.disk_usage(parent).free
-        if not os.access(parent, os.W_OK):
-            found.append(f"{parent} is not writable")
-        elif free < need:
-            found.append(f"{parent} has {free:,} bytes free and {need:,} are needed")
-        else:
-            return parent
-    raise CheckpointError(f"no room to export {folder}: {', '.join(found)}. Free some space, or choose another folder")
+    free = shutil.disk_usage(parent).free
+    if free < need:
+        raise CheckpointError(
+            f"no room to export {folder}: {parent} has {free:,} bytes free and {need:,} are needed. Free some space, or choose "
+            "another folder"
+        )
+    return parent
 
 
 # Writing --------------------------------------------------------------------------------------------
@@ -418,6 +414,7 @@ def _write_weights(rewritten: _Rewritten, target: Path, done: Callable[[int], No
     """
     file = rewritten.file
     head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata, target)
+    buffer = torch.empty(CHUNK_NUMEL * torch.float64.itemsize, dtype=torch.uint8, device="cpu")
     try:
         with open(target, "xb", buffering=0) as out:
             write_fully(out.fileno(), memoryview(head), 0, target)
@@ -425,7 +422,9 @@ def _write_weights(rewritten: _Rewritten, target: Path, done: Callable[[int], No
                 source, at = rewritten.sources[key], place.start
                 values = OnDisk(FileSource(source.file, source.start, dtype_of(source.dtype), math.prod(source.shape)))
                 for start in range(0, len(values), CHUNK_NUMEL):
-                    data = bytes_of(_converted(key, source, values[start : start + CHUNK_NUMEL].read(), place.dtype))
+                    part = values[start : start + CHUNK_NUMEL]
+                    read = part.read_into(buffer[: len(part) * part.element_size()].view(part.dtype))
+                    data = bytes_of(_converted(key, source, read, place.dtype))
                     write_fully(out.fileno(), data, at, target)
                     at += len(data)
                     done(len(data))

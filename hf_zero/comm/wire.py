@@ -143,13 +143,8 @@ class SoloWire:
 
     def ranks_here(self) -> int:
         """Return the number of ranks on this machine. A collective."""
-        names = host_names(self)
+        names = self.exchange(socket.gethostname())
         return names.count(names[self.rank])
-
-
-def host_names(wire: SoloWire) -> list[str]:
-    """Return the name of each rank's machine. A collective."""
-    return wire.exchange(socket.gethostname())
 
 
 def land(source: Tensor, out: Tensor, scale: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import signal
 import subprocess
@@ -85,60 +84,6 @@ def test_a_full_disk(two, tmp_path):
         two.run(fill_disk, disk / "out" / "checkpoint")
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-def stale(rank: int, world: int, place: Path) -> list[str]:
-    job = job_with_old_target(rank, world, place)
-    many = len(zero.verify(job.target).files)
-    job.everyone(None)
-    if rank == 0:
-        for name in ("pytorch_model.bin", "model-00001-of-00099.safetensors", "notes.txt"):
-            (job.target / name).write_text("of an older save, or of a person")
-    job.everyone(None)
-    job.save(job.target, save_optimizer=False)
-    assert len(zero.verify(job.target).files) < many
-    return sorted(path.relative_to(job.target).as_posix() for path in job.target.rglob("*") if path.is_file())
-
-
-def test_nothing_of_an_older_larger_save_stays(two, tmp_path):
-    found, _ = two.run(stale, tmp_path)
-    assert found == sorted(
-        ["model.safetensors", "notes.txt", "runs/notes.txt", "zero_manifest.json", "zero_state.json"]
-        + ["zero_state.safetensors"]
-    )
-
-
-def rivals(rank: int, world: int, place: Path, start: str) -> None:
-    job = job_with_old_target(rank, world, place, start)
-    ready, go = os.pipe(), os.pipe()
-
-    def slow() -> None:
-        waited: list[Call] = []
-
-        def before(index: int, call: Call, args: Any) -> None:
-            if call[0] == "fsync" and not waited:
-                waited.append(call)
-                os.write(ready[1], b"x")
-                os.read(go[0], 1)
-
-        with calls(before):
-            job.save(job.target)
-
-    first = Forked(slow)
-    os.read(ready[0], 1)
-    with pytest.raises(zero.CheckpointError, match=f"another job is saving to {job.target} right now"):
-        job.save(job.target)
-    os.write(go[1], b"x")
-    assert first.wait()[0] == 0
-    assert job.version(job.target) == "new"
-    job.save(job.target)
-    assert job.version(job.target) == "new"
-    assert not job.left_overs()
-
-
-@pytest.mark.parametrize("start", ["old", "nothing"])
-def test_of_two_jobs_that_save_to_one_folder_one_is_refused(pools, tmp_path, start):
-    pools[1].run(rivals, tmp_path, start)
 
 
 def behind(rank: int, world: int, place: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import hf_zero as zero
 from hf_zero.checkpoint.manifest import MANIFEST
-from tests.kit.injection import Forked, calls, kill_at
 
 
 @pytest.fixture
@@ -78,32 +76,3 @@ def test_the_oldest_go_and_a_damaged_one_before_them(run: Path) -> None:
     assert names(run) == ["checkpoint-9", "other_99"]
     with pytest.raises(zero.CheckpointError, match="at least 1 checkpoint, found keep=0"):
         zero.prune_checkpoints(run, keep=0)
-
-
-@pytest.mark.parametrize("target", ["checkpoint-11", "checkpoint-10"])
-def test_a_killed_save_keeps_the_checkpoints_before(run: Path, target: str) -> None:
-    """A new folder, or one that is saved over: the newest complete checkpoint is always found."""
-    model = torch.nn.Linear(3, 2)
-    engine = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    found = set()
-    for kill in range(0, 1000, 2):
-
-        def save(kill: int = kill) -> None:
-            with calls(kill_at(kill)):
-                engine.save(run / target)
-
-        was_killed = Forked(save).wait()[0] != 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            newest = zero.latest_checkpoint(run)
-        assert newest is not None
-        found.add(newest.name)
-        assert zero.verify(run / "checkpoint-9")
-        if not was_killed:
-            break
-        engine.save(run / "checkpoint-10")
-    engine.detach()
-    assert target in found
-    before = "checkpoint-9" if target == "checkpoint-10" else "checkpoint-10"
-    assert found == {before, target}
-    assert not list(run.rglob(".*"))
