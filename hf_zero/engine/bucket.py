@@ -182,8 +182,8 @@ class Bucket:
             self.grad[: mean.numel()].add_(mean)
         else:
             self.grad = mean
+        self._count_moving(0)  # first: the mean may be the gradient from here on, one memory
         self.count_grad()
-        self._count_moving(0)
 
     # The ledger -------------------------------------------------------------------------------------------------------
 

@@ -133,18 +133,19 @@ def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
 
 def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
     """Return bytes in the parameter tier: the copy, or the full span where it stays; on disk in full pages."""
-    if is_in_files(span, placement, setup) or _casts_master(span, placement, setup):
+    if is_in_files(span, placement, setup) or casts_master(span, placement, setup):
         return 0
     numel = span.numel if stays(span, placement, setup.policy) else span.slice_numel
     nbytes = numel * itemsize(span.spec.compute_dtype)
     return padded(nbytes) if placement.parameters is Tier.DISK and not _shares_array(span, placement) else nbytes
 
 
-def _casts_master(span: Span, placement: Placement, setup: Setup) -> bool:
-    """Return whether masters on the device are cast into the gathered span before each gather: no copy is stored."""
+def casts_master(span: Span, placement: Placement, setup: Setup) -> bool:
+    """Return whether masters on the device are cast into the gathered span before each gather: no tier stores a copy."""
     if stays(span, placement, setup.policy) or span.spec.compute_dtype == span.spec.master_dtype:
         return False
-    return placement.parameters is Tier.DEVICE and all(tier is Tier.DEVICE for tier, _ in placement.optimizer)
+    masters = [tier for tier, _ in placement.optimizer] or [placement.parameters]
+    return all(tier is Tier.DEVICE for tier in masters)
 
 
 def _shares_array(span: Span, placement: Placement) -> bool:

@@ -12,6 +12,7 @@ from ..tiers.tier import Tier
 from .costs import (
     Placement,
     Setup,
+    casts_master,
     gradient_itemsize,
     shares_memory,
     stored_itemsize,
@@ -117,6 +118,8 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     others = (span.shards if span.shards > 1 else setup.world_size) - 1
     compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
     own, shards = placement.parameters, placement.optimizer
+    if casts_master(span, placement, setup):
+        own = Tier.DEVICE
     same = shares_memory(span, setup.policy)
     work: Work = {}
 

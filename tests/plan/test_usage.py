@@ -20,7 +20,7 @@ from hf_zero.plan.costs import STATES, TIERS
 from hf_zero.plan.plan import candidates
 from hf_zero.plan.work import LINKS, ROADS
 from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
-from tests.kit.families import mixtral, t5, vit
+from tests.kit.families import llama, mixtral, t5, vit
 from tests.kit.transports import Roads
 
 pytestmark = pytest.mark.gloo
@@ -251,6 +251,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5": lambda: t5(**T5),
     "vit": lambda: vit(num_hidden_layers=4, intermediate_size=64, patch_size=4),
     "moe": lambda: mixtral(num_hidden_layers=3, use_cache=False),
+    "llama": lambda: llama(num_hidden_layers=3, tie_word_embeddings=False),
     "lora": lora,
 }
 
@@ -283,7 +284,13 @@ def peaks(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[tu
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "settings", [{"stage": 3}, {"stage": 3, "dtype": "bf16", "offload_optimizer": "cpu", "offload_params": "cpu"}]
+    "settings",
+    [
+        {"stage": 3},
+        {"stage": 3, "dtype": "bf16"},
+        {"stage": 3, "dtype": "bf16", "offload_params": "cpu"},
+        {"stage": 3, "dtype": "bf16", "offload_optimizer": "cpu", "offload_params": "cpu"},
+    ],
 )
 def test_peaks_of_other_models(two, name: str, settings: dict[str, Any]) -> None:
     for rows in two.run(peaks, name, settings):
