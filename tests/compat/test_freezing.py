@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -84,17 +83,3 @@ def test_units_within_the_budget_are_gathered_once(two: RankPool) -> None:
     for (usual, none), (fewer, kept) in zip(two.run(gathers, None), two.run(gathers, 2500)):
         assert none == 0 < kept
         assert usual - fewer == kept
-
-
-def unbound(rank: int, world: int) -> int:
-    model = nn.Linear(WIDTH, WIDTH)
-    shard(model, None, ZeroConfig(stage=2))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for step in range(3):
-            loss_of(model, step).backward()
-    return sum("sharded without an optimizer" in str(each.message) for each in found)
-
-
-def test_gradients_without_an_optimizer_warn_once(two: RankPool) -> None:
-    assert two.run(unbound) == [1, 1]

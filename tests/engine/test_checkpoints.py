@@ -182,68 +182,6 @@ def test_state_dicts_have_torchs_form(pools, world, tmp_path):
     pools[world].run(dictionaries, tmp_path)
 
 
-def warm(rank: int, world: int, place: Path) -> None:
-    """A warm optimizer is sharded, trains, and is given back: all as without an engine."""
-    for config in OFFLOADS:
-        reference, other = plain_run(9)
-        model, optimizer = plain_run(3)
-        engine = shard(model, optimizer, settings_of(config, place))
-        train(model, optimizer, range(3, 6))
-        engine.detach()
-        train(model, optimizer, range(6, 9))
-        same(dict(model.named_parameters()), dict(reference.named_parameters()), str(config))
-        same(optimizer.state_dict(), other.state_dict(), str(config))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_warm_optimizer_is_sharded_and_given_back(pools, world, tmp_path):
-    pools[world].run(warm, tmp_path)
-
-
-class Fails(torch.optim.SGD):
-    """Fails, once `is_broken`, when the first parameter is written."""
-
-    is_broken = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
-            param.sub_(param.grad)
-            if self.is_broken:
-                raise RuntimeError("half-way")
-
-
-def half_done(rank: int, world: int, place: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    optimizer = Fails(model.parameters(), lr=1.0)
-    engine = shard(model, optimizer, ZeroConfig(stage=2))
-
-    def step() -> None:
-        model(torch.ones(2, 16)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    engine.save(place)
-    before = weights_of(engine)
-    optimizer.is_broken = True
-    with pytest.raises(RuntimeError, match="half-way"):
-        step()
-    optimizer.is_broken = False
-    for refused in (lambda: engine.save(place / "other"), optimizer.state_dict, engine.detach, step):
-        with pytest.raises(StateError, match="half-way"):
-            refused()
-    engine.load(place)
-    same(weights_of(engine), before)
-    step()
-    engine.detach()
-
-
-def test_a_step_that_is_half_done_is_refused_until_a_load(pools, tmp_path):
-    pools[2].run(half_done, tmp_path / "out")
-
-
 def refusals(rank: int, world: int, place: Path) -> None:
     model, optimizer = build(0)
     engine = shard(model, optimizer, ZeroConfig(stage=3))

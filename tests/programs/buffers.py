@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
@@ -109,9 +112,43 @@ class Hidden(nn.Module):
         return self.head(x - self.mean * self.still + self.late)
 
 
+def _evaluated_alone(run: Run, x: Tensor, who: int, step: int) -> None:
+    """With rank 0's buffers on any rank, as a forward of DDP has them."""
+    plain = run.trained[-1].plain
+    is_whole = run.setting.stage == 3 or step % 2 > 0
+    grad = contextlib.nullcontext if is_whole and step % 3 == 0 else (torch.no_grad, torch.inference_mode)[step % 2]
+    with run.unsharded(run.model) if is_whole else contextlib.nullcontext():
+        if run.rank == who:
+            plain.eval()
+            with grad():
+                output = plain(x).detach().clone()
+            plain.train()
+            if who == 0:  # on another rank a plain module has its own
+                run.see(output, f"evaluation {step} of one rank")
+        if run.world > 1:
+            dist.barrier()
+    if not run.is_plain and run.world > 1:
+        firsts = [[buffer.clone() for buffer in plain.buffers()]]
+        dist.broadcast_object_list(firsts, 0)
+        if run.rank == who and not all(map(torch.equal, plain.buffers(), firsts[0])):
+            raise AssertionError("the rank that evaluated has other buffers than rank 0")
+
+
+def _see_saved(run: Run, step: int) -> None:
+    """A checkpoint has rank 0's buffers, whichever rank evaluated."""
+    plain = run.trained[-1].plain
+    persistent = plain.state_dict().keys()
+    run.save(run.model, f"saved {step}")
+    if run.rank == 0:
+        saved = {} if run.is_plain else load_file(run.folder / f"saved {step}" / "model.safetensors")
+        for name, buffer in plain.named_buffers():
+            if name in persistent:
+                run.see(buffer if run.is_plain else saved[name], f"saved {name}")
+
+
 def _script(run: Run, what: str, shape: tuple[int, ...]) -> None:
     """`t` a step, `a` a micro-step in `no_sync`, `d` two forwards and a backward, `e` evaluation, `w` a write between steps,
-    `o` and `O` observers off and on."""
+    `o` and `O` observers off and on, `1` and `L` evaluation by the first or the last rank alone, `s` a checkpoint."""
     model = run.model
     for step, each in enumerate(what):
         x = run.inputs(step, *shape) + run.rank
@@ -120,6 +157,12 @@ def _script(run: Run, what: str, shape: tuple[int, ...]) -> None:
             with torch.no_grad():
                 run.see(model(x), f"evaluation {step} of {what}")
             model.train()
+        elif each in "1L":
+            _evaluated_alone(run, x, 0 if each == "1" else run.world - 1, step)
+            continue
+        elif each == "s":
+            _see_saved(run, step)
+            continue
         elif each in "oO":
             model.apply(quantization.disable_observer if each == "o" else quantization.enable_observer)
         elif each == "w":
@@ -136,7 +179,7 @@ def _script(run: Run, what: str, shape: tuple[int, ...]) -> None:
             run.see(buffer, f"{name.removeprefix('module.')} after {step} of {what}")
 
 
-def _buffers(name: str, build: Build, *scripts: str, shape: tuple[int, ...] = (4, 16)) -> None:
+def _buffers(name: str, build: Build, *scripts: str, shape: tuple[int, ...] = (4, 16), **only: Any) -> None:
     """In no_sync stages 2 and 3 add up in another order, and batch norms amplify that rounding: hence `loose`."""
 
     def run_it(run: Run) -> None:
@@ -145,7 +188,7 @@ def _buffers(name: str, build: Build, *scripts: str, shape: tuple[int, ...] = (4
             _script(run, what, shape)
 
     run_it.__name__ = name
-    program(run_it, only={**FP32, **TIERS, "deferred": (False,)}, loose=20.0)
+    program(run_it, only={**FP32, **TIERS, "deferred": (False,), **only}, loose=20.0)
 
 
 _buffers("convolutions", Convolutions, "tttett", shape=(4, 3, 8, 8))
@@ -155,6 +198,8 @@ _buffers("recomputed", lambda: Normed(recompute=True), "ttet")
 _buffers("tracker", Tracker, "ttattett", "tttwtt")
 _buffers("quantized", lambda: quantized(False), "tttettat", "ottttttOtttt")
 _buffers("quantized_and_traced", lambda: quantized(True), "tttettat")
+_buffers("norms_evaluated_by_one_rank", Normed, "t1t1Lt1LLtsLt", debug=(False, True))
+_buffers("tracked_and_evaluated_by_one_rank", Tracker, "t1tL1Ltts")
 _buffers("hidden_writes", Hidden, "tttttttttt")
 
 

@@ -189,7 +189,7 @@ def truthful(rank: int, world: int) -> None:
     optimizer = sgd(model)
     params = dict(model.named_parameters())
     shapes = {name: (p.shape, p.numel(), p.dtype, p.device) for name, p in params.items()}
-    zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
 
     def train(step: int) -> None:
         batch = ids(rank, step)
@@ -221,13 +221,25 @@ def truthful(rank: int, world: int) -> None:
         model.half()
     with pytest.raises(zero.LayoutError, match="cannot be moved or cast"):
         block.double()
+    with pytest.raises(zero.LayoutError, match="cannot be moved or cast"):
+        model.to("meta")
+    model.added = nn.Linear(2, 2)
+    assert model.added.half().weight.dtype == torch.float16
+    del model.added
     assert model.to("cpu") is model
     assert block.to("cpu", torch.float32) is block
     with pytest.raises(RuntimeError, match="Creating a Parameter from an instance of type ShardedParameter"):
         nn.Parameter(model.heads[0].weight)
     with pytest.raises(zero.ConfigError, match="sharded already"):
         zero.shard(model)
-    optimizer.step()
+    with model.no_sync():
+        train(3)
+        with pytest.raises(zero.StateError, match=r"inside model\.no_sync"):
+            optimizer.step()
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    engine.detach()
+    assert not {"no_sync", "zero_grad", "_apply", "__deepcopy__", "state_dict"} & set(model.__dict__)
 
 
 def test_released_parameters_are_truthful(two: RankPool) -> None:

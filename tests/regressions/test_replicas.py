@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hf_zero as zero
 from tests.kit.pool import RankFailure, RankPool
@@ -115,47 +115,7 @@ def test_one_rank_per_replica_sends_what_plain_data_parallel_does(two: RankPool)
     assert measured["optimizer"] == memory["optimizer"], "state of all parameters on each rank"
 
 
-# Checkpoints and accessors ----------------------------------------------------------------------------------------------
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: zero.full_parameter(param).clone() for name, param in model.named_parameters()}
-    for name, param in model.named_parameters():
-        found[f"exp_avg_sq of {name}"] = zero.full_optimizer_state(param, "exp_avg_sq").clone()
-    return found
-
-
-def saves(rank: int, world: int, folder: str, stage: int, replicas: int) -> list[dict[str, Tensor]]:
-    model, optimizer, engine = sharded(stage, replicas)
-    train(model, optimizer, rank, 0, 1)
-    engine.save(folder)
-    half = whole(model)
-    train(model, optimizer, rank, 2, 3)
-    return [half, whole(model)]
-
-
-def loads(rank: int, world: int, folder: str, stage: int, replicas: int) -> list[dict[str, Tensor]]:
-    model, optimizer, engine = sharded(stage, replicas)
-    engine.load(folder)
-    half = whole(model)
-    train(model, optimizer, rank, 2, 3)
-    return [half, whole(model)]
-
-
-def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_checkpoints_know_no_replicas(pools: dict[int, RankPool], tmp_path: Path, stage: int) -> None:
-    folder = str(tmp_path / "saved")
-    (half, end), *others = pools[4].run(saves, folder, stage, 2)
-    assert all(same(half, other) and same(end, last) for other, last in others)
-    zero.verify(folder)
-    for world, replicas in ((4, 2), (4, 1), (2, 2), (3, 1), (1, 1)):
-        for mine, last in pools[world].run(loads, folder, 3, replicas):
-            assert same(mine, half), (world, replicas)
-            assert (world, replicas) != (4, 2) or same(last, end)
+# Accessors --------------------------------------------------------------------------------------------------------------
 
 
 def edits(rank: int, world: int) -> None:
