@@ -382,8 +382,8 @@ MUTANTS = (
     Mutant(
         "random states are not loaded",
         "checkpoint/objects.py",
-        "        if len(random) == wire.size:",
-        "        if len(random) == -1:",
+        "        if len(generators) == wire.size:",
+        "        if len(generators) == -1:",
         ("tests/conformance/test_checkpoints.py", "tests/checkpoint"),
     ),
     Mutant(

@@ -2,14 +2,19 @@
 
 zero_state.json             nested values, with names of tensors
 zero_state.safetensors      the tensors
+
+States are nested dicts, lists, tuples, numbers, strings and tensors: `pack` turns them into JSON and named
+tensors, `unpack` inverts it. No pickle is written or read.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
@@ -22,10 +27,23 @@ from .folder import naming
 from .load import Loading
 from .manifest import check_version
 from .save import Saving
-from .weights import Stateful, pack, random_states, set_random_states, unpack
 
 _STATE = "zero_state"
 _COUNTS = ("last_epoch", "_step_count")
+_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+_RESERVED = {_TENSOR, _TUPLE, _PAIRS}
+
+
+class Stateful(Protocol):
+    """An object with a state: a scheduler, a loss scaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Set the state."""
+        ...
 
 
 def put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
@@ -66,7 +84,7 @@ def take_objects(
             return
         body = read_json(path)
         check_version(path, body, 1)
-        states, random = Field(path, body)["objects"], Field(path, body)["random"].items()
+        states, generators = Field(path, body)["objects"], Field(path, body)["random"].items()
         tensors = _read_tensors(loading, free_host_bytes)
         for name, item in objects.items():
             if name not in dict(states.entries()):
@@ -74,8 +92,8 @@ def take_objects(
             packed = states[name]
             state = packed.read_by(lambda value: unpack(value, tensors), "a packed state")
             load_state(item, Field(path, state, packed.key))
-        if len(random) == wire.size:
-            random[wire.rank].read_by(lambda value: set_random_states(unpack(value, tensors)), "random states")
+        if len(generators) == wire.size:
+            generators[wire.rank].read_by(lambda value: set_random_states(unpack(value, tensors)), "random states")
 
 
 def _read_tensors(loading: Loading, free_host_bytes: Callable[[], int]) -> dict[str, Tensor]:
@@ -106,3 +124,97 @@ def load_state(item: Stateful, saved: Field) -> None:
             elif hasattr(type(item), name):
                 raise entry.refused(f"nothing: it is a method of {type(item).__name__}")
     saved.read_by(item.load_state_dict, f"a state of {type(item).__name__}")
+
+
+def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    """Return `value` as JSON, and put its tensors into `tensors`.
+
+    Args:
+        value: nested dicts, lists, tuples, numbers, strings, arrays and tensors.
+        tensors: name -> tensor; filled.
+        where: prefix of the tensors' names.
+
+    Raises:
+        CheckpointError: another type, with its place in `value`.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.array(value, order="C"))  # `ascontiguousarray` adds a dimension to scalars
+    if isinstance(value, Tensor):
+        while where in tensors:  # keys with dots can give the same name twice
+            where += "'"
+        tensors[where] = value.detach().cpu().contiguous().clone()
+        return {_TENSOR: where}
+    if isinstance(value, tuple):
+        return {_TUPLE: [pack(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [pack(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and not (len(value) == 1 and value.keys() <= _RESERVED):
+            return {key: pack(item, tensors, f"{where}.{key}") for key, item in value.items()}
+        pairs = [
+            [pack(k, tensors, f"{where}.key{i}"), pack(v, tensors, f"{where}.{k}")]
+            for i, (k, v) in enumerate(value.items())
+        ]
+        return {_PAIRS: pairs}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which can be stored neither as JSON nor as a tensor. Give its object a "
+        "state_dict() of plain values"
+    )
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Invert `pack`. Numpy arrays become tensors."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if set(value) == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        if set(value) == {_TUPLE}:
+            return tuple(unpack(item, tensors) for item in value[_TUPLE])
+        if set(value) == {_PAIRS}:
+            return {unpack(key, tensors): unpack(item, tensors) for key, item in value[_PAIRS]}
+        return {key: unpack(item, tensors) for key, item in value.items()}
+    return value
+
+
+def random_states() -> dict[str, Any]:
+    """Return the random states of Python, numpy and torch (CPU, and CUDA if it is in use)."""
+    version, state, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    out: dict[str, Any] = {
+        "python": [version, torch.tensor(state, dtype=torch.int64, device="cpu"), gauss],
+        "numpy": [
+            kind,
+            torch.tensor(np.asarray(keys, dtype=np.int64), device="cpu"),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        out["cuda"] = torch.cuda.get_rng_state()
+    return out
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restore what `random_states` returned.
+
+    Raises:
+        Exception: of any type, from a generator that is given an invalid state.
+    """
+    version, state, gauss = states["python"]
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError(f"{gauss!r} is not a random number")
+    random.setstate((version, tuple(state.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    if not 0 <= position <= len(keys):  # numpy would read out of bounds
+        raise ValueError(f"position {position} in a state of {len(keys)}")
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

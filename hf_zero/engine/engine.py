@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.behind import Saves
+from ..checkpoint.objects import Stateful
 from ..checkpoint.save import Saving
-from ..checkpoint.weights import Stateful
 from ..comm.agree import read
 from ..comm.wire import SoloWire, Traffic
 from ..config import ZeroConfig

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.load import Loading
-from ..checkpoint.objects import put_objects, take_objects
+from ..checkpoint.objects import Stateful, put_objects, take_objects
 from ..checkpoint.save import Saving, optimizer_folder
-from ..checkpoint.weights import Stateful, format_of
+from ..checkpoint.weights import format_of
 from ..core.precision import dtype_of
 from ..errors import StateError
 from ..plan.machine import free_host_bytes
