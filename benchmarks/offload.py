@@ -1,4 +1,4 @@
-"""Measure offloading: the step over host memory and disk against what the hardware gives, training steps, the plan.
+"""Measure offloading: the step over host memory and disk against what the hardware gives, and training steps.
 
     python benchmarks/offload.py                                    # all kinds; those that cannot run here are listed
     python benchmarks/offload.py --kinds step-disk --folder /data/scratch --output runs/offload.json
@@ -132,26 +132,11 @@ def _gpu(options: Options) -> Cases:
 LLAMA_NUMEL = {"tiny": 5e6, "1b": 1.35e9, "3b": 3.43e9, "7b": 6.74e9}
 
 
-def _plan(options: Options) -> Cases:
-    auto = {"stage": 3, "offload_optimizer": "auto", "offload_params": "auto"}
-    # Temporary buffers take at most 22.6 GiB of device memory, states 2.9 GiB in all.
-    budgets = {
-        "room for all": ("80GiB", "64GiB"),
-        "device and host": ("24GiB", "64GiB"),
-        "all three": ("23GiB", "1GiB"),
-    }
-    yield options.job("plan", "nothing offloaded", {"stage": 3}, dtype="bf16", world_size=1)
-    for name, (device, host) in budgets.items():
-        config = {**auto, "device_memory": device, "host_memory": host}
-        yield options.job("plan", f"auto, {name}", config, dtype="bf16", world_size=1)
-
-
 KINDS: dict[str, Callable[[Options], Cases]] = {
     "step-host": _step_host,
     "step-disk": _step_disk,
     "train": _train,
     "gpu": _gpu,
-    "plan": _plan,
 }
 
 PEERS = ("step-disk", "gpu")
@@ -161,7 +146,6 @@ TITLES = {
     "step-disk": "optimizer step over the disk, AdamW, one thread per rank: share of the speed of",
     "train": "training steps on the CPU, optimizer step included: share of the speed of",
     "gpu": "training steps on one GPU, 4 micro-batches of 2k tokens or 8k",
-    "plan": "GPT-3 175B on 1,024 ranks at stage 3, from the model object to the plan",
 }
 
 
@@ -188,7 +172,7 @@ def summarize(job: OffloadJob, result: dict[str, Any]) -> dict[str, Any]:
     if job.measure in ("train", "gpu"):
         row["tokens_per_second"] = job.world_size * job.batch * job.sequence * job.accumulation / row["seconds"]
         row["model"] = job.model
-    known = ("loss_difference", "losses", "host_bytes", "device_bytes", "optimizer_share", "direct", "storage_bytes")
+    known = ("loss_difference", "losses", "host_bytes", "device_bytes", "direct", "storage_bytes")
     return row | {name: result[name] for name in known if name in result}
 
 
@@ -224,10 +208,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     if "host_bytes" in row:
         cells["host B/parameter"] = f"{row['host_bytes'] / row['numel']:.1f}"
         cells["device GiB"] = f"{row['device_bytes'] / 2**30:.1f}"
-    if "optimizer_share" in row:
-        cells["optimizer on"] = ", ".join(
-            f"{tier} {share:.0%}" for tier, share in row["optimizer_share"].items() if share
-        )
     return cells
 
 

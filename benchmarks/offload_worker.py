@@ -12,7 +12,6 @@ with the bytes that one turn of it must move through memory or to and from the d
   bytes in a second file, each request written after it was read, and against DeepSpeed's NVMe path over as many elements.
 * `train`: whole steps of a GPT-2-class model, against the same stage with nothing offloaded.
 * `gpu`: whole steps of a Llama-class model on one GPU, each engine in processes of its own.
-* `plan`: `hf_zero.plan.plan` for GPT-3's shapes on 1,024 ranks.
 """
 
 from __future__ import annotations
@@ -471,44 +470,11 @@ def gpu(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-# The plan -------------------------------------------------------------------------------------------------------------
-
-
-def plan_time(job: OffloadJob, rank: int, device: torch.device) -> dict[str, Any]:
-    """GPT-3 175B (arXiv 2005.14165, table 2.1) on the meta device; what is timed starts from the model object."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    from hf_zero.core.precision import Precision
-    from hf_zero.plan.machine import Machine
-    from hf_zero.plan.plan import Drafter, plan
-    from hf_zero.plan.solve import PlanInputs
-
-    config = GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    settings = zero.ZeroConfig(**job.config)
-    precision = Precision.of("bf16", None)
-    machine = Machine(
-        disk_free=1 << 42, host_bandwidth=4e10, link_down=1e10, link_up=1e10, disk_read=2e9, disk_write=1e9
-    )
-    made: list[Any] = []
-
-    def turn() -> None:
-        drafter = Drafter(model, precision)
-        layout = drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), 1024)
-        made.append(plan(PlanInputs(layout, machine, settings, 1024, precision)))
-
-    found = take_turns({"step": Subject(turn)}, job, device)
-    shares = {tier: round(share, 4) for tier, share in made[-1].to_dict()["optimizer_share"].items()}
-    return found | {"numel": made[-1].layout.numel, "optimizer_share": shares}
-
-
 KINDS: dict[str, Callable[[OffloadJob, int, torch.device], dict[str, Any]]] = {
     "step-host": step_host,
     "step-disk": step_disk,
     "train": train,
     "gpu": gpu,
-    "plan": plan_time,
 }
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from common.arguments import DataArguments, answer_help
 from common.console import UserError, check_output, check_space, examples, run
 
-from hf_zero.plan.configs import CONFIGS
+from hf_zero.plan.shapes import CONFIGS
 
 if TYPE_CHECKING:
     from common.flags import ZeroSeq2SeqTrainingArguments

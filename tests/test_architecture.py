@@ -32,7 +32,7 @@ ONLY_HERE = {
     "accelerate": ("huggingface",),
     "transformers": ("huggingface", "sequence"),  # its attention interface
     "peft": ("huggingface",),
-    "huggingface_hub": ("checkpoint.cards", "checkpoint.hub", "checkpoint.weights"),
+    "huggingface_hub": ("checkpoint.cards", "checkpoint.hub", "checkpoint.weights", "cli.models"),  # names of models
     # `process_group`: how many processes the launcher started, which torch reports only once a group is open. `links`: gloo's
     # network interface, which torch does not report. `tiers.host`: the settings of malloc, which glibc does not report.
     "os.environ": ("huggingface", "cli", "comm.process_group", "comm.links", "tiers.host"),

@@ -177,10 +177,6 @@ def test_loops() -> None:
 
 PROGRAMS = {
     "works": WITHOUT_EXTRAS_WORKS,
-    "plot": f"""
-from hf_zero.cli.main import main
-sys.exit(main(["plan", "--parameters", "1B", "--sweep", "--plot", {os.devnull!r}]))
-""",
     **{
         name: f"runpy.run_path({str(ROOT / 'scripts' / name) + '.py'!r}, run_name='__main__')"
         for name in ("finetune", "finetune_no_trainer")
@@ -215,7 +211,6 @@ def test_works_without_the_extras(without_extras: dict[str, tuple[int, str, str]
 @pytest.mark.parametrize(
     ("name", "status", "error"),
     [
-        ("plot", 2, "hf-zero: matplotlib is not installed: pip install 'hf-zero[plot]'\n"),
         ("finetune", 1, "error: datasets is not installed: pip install 'hf-zero[examples]'\n"),
         ("finetune_no_trainer", 1, "error: datasets is not installed: pip install 'hf-zero[examples]'\n"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint import export as exports
 from ..checkpoint.manifest import MANIFEST
 from ..errors import CheckpointError, ConfigError
-from .commands import print_json
+from .show import print_json
 
 
 def verify(name: str, as_json: bool) -> None:

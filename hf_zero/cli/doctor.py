@@ -24,9 +24,9 @@ from ..plan import machine
 from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
-from .commands import OK, WRONG, print_json
+from . import OK, WRONG
 from .files import cache_folder, read_settings, writable
-from .show import ranks_text, short_size, table, text
+from .show import print_json, ranks_text, short_size, table, text
 
 GOOD, NOTE, BAD = "ok", "note", "wrong"
 _STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
@@ -216,37 +216,20 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
             readers = "`hf-zero plan` and training with a tier of `auto` read it"
             if output is not None:
                 readers = f"`hf-zero plan --machine {path}` reads it"
-            table(console := Console(), f"{host_name()}, one of {ranks_text(wire.size)}", ("", ""), *_measured(found))
+            table(console := Console(), f"{host_name()}, one of {ranks_text(wire.size)}", ("", ""), _measured(found))
             text(console, f"written to {path}{replaced}; {readers}")
     finally:
         accelerator.end_training()
 
 
-def _measured(found: Machine) -> Iterator[list[tuple[str, str]]]:
-    """Sizes, speeds, messages, matrix products."""
-    sizes = [
-        ("device memory free", found.device_memory),
-        ("host memory free", found.host_memory),
-        ("disk free", found.disk_free),
-    ]
-    yield [(label, "" if size is None else short_size(size)) for label, size in sizes]
-    speeds = [
-        ("host memory, optimizer", found.host_bandwidth),
-        ("device memory, optimizer", found.device_bandwidth),
-        ("link, device to host", found.link_down),
-        ("link, host to device", found.link_up),
-        ("disk, read", found.disk_read),
-        ("disk, write", found.disk_write),
-        ("collectives, sent per rank", found.collective),
-        ("all-reduces, sent per rank", found.all_reduce),
-    ]
-    yield [(label, "" if rate is None else f"{short_size(rate)}/s") for label, rate in speeds]
-    messages = []
-    if found.latency is not None:
-        messages.append(("collectives, before the first byte", f"{found.latency * 1e6:.0f} µs"))
-    yield messages
-    products = []
-    for dtype, rate in found.flops.items():
-        size, unit = next((row for row in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")) if rate >= row[0]), (1e6, "MFLOP/s"))
-        products.append((f"matrix product, {dtype}", f"{rate / size:.3g} {unit}"))
-    yield products
+def _measured(found: Machine) -> Iterator[tuple[str, str]]:
+    """Sizes, speeds, seconds of a message, operations per second of matrix products."""
+    for name, value in found.to_dict().items():
+        label = name.replace("_", " ")
+        if name == "flops":
+            for dtype, rate in value.items():
+                yield f"matrix product, {dtype}", f"{rate / 1e9:,.3g} GFLOP/s"
+        elif name == "latency" and value is not None:
+            yield "latency of a collective's hop", f"{value * 1e6:.0f} µs"
+        elif value is not None and not isinstance(value, bool):
+            yield label, short_size(value) if isinstance(value, int) else f"{short_size(value)}/s"

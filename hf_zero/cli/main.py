@@ -8,18 +8,19 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING
 from typing import Annotated, Any, Literal
 
 import typer
 
-from ..config import DTYPES, ZeroConfig, parse_bytes
+from ..config import DTYPES, STAGES, ZeroConfig, parse_bytes
 from ..errors import ConfigError, ZeroError
 from ..version import __version__
-from .commands import MOST_RANKS, OK, USAGE, WRONG, PlanOptions, SimulateOptions
+from . import OK, USAGE, WRONG
 
 _MOST_NAME = 255
 """Bytes of one name in a path on Linux."""
+MOST_RANKS = 1 << 16
+"""Ranks that `plan` accepts."""
 app = typer.Typer(
     help="Plan memory, check and export checkpoints, report runs. Exit status: 0 all is well; "
     "1 something is wrong or failed; 2 invalid arguments.",
@@ -65,14 +66,15 @@ def _size(help: str) -> Any:
     return typer.Option(help=help, metavar="SIZE", callback=_check_size)
 
 
-def _setting(name: str, help: str | None = None, metavar: str | None = None, most: float | None = None) -> Any:
+def _setting(name: str, metavar: str | None = None, most: float | None = None) -> Any:
     """A field of `ZeroConfig`, with its help."""
-    return _flag(help or ZeroConfig.__dataclass_fields__[name].metadata["help"], metavar, most)
+    return _flag(ZeroConfig.__dataclass_fields__[name].metadata["help"], metavar, most)
 
 
-def _default(name: str) -> Any:
-    default = ZeroConfig.__dataclass_fields__[name].default
-    return None if default is MISSING else default
+def _at_least_1(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -89,62 +91,100 @@ def plan(
     parameters: Annotated[str | None, _flag("Instead of MODEL: a number of parameters, such as 7.5B.", "N")] = None,
     world_size: Annotated[int, _flag("Number of ranks.", most=MOST_RANKS)] = 8,
     zero_stage: Annotated[int | None, _flag("Only this stage, with all details.", "[0|1|2|3]")] = None,
-    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")] = "no",
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")] = "bf16",
+    device_memory: Annotated[str | None, _size("Device memory per rank, such as 24GiB.")] = None,
+    host_memory: Annotated[str | None, _size("Host memory per rank.")] = None,
+    batch: Annotated[int, _flag("Sequences of a rank (or group of --zero-sp-size) per forward.", "ROWS", 10**6)] = 1,
+    sequence: Annotated[int, _flag("Tokens of each sequence.", "TOKENS", 10**8)] = 2048,
+    accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 10**6)] = 1,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
+    ] = False,
+    zero_offload_activations: Annotated[Literal["none", "cpu", "disk"], _setting("offload_activations")] = "none",
+    zero_sp_size: Annotated[int, _setting("sp_size", "S", MOST_RANKS)] = 1,
+    lora: Annotated[int, _flag("Train LoRA matrices of this rank; the model is frozen.", "RANK", 10**4)] = 0,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="With --lora: the frozen model is quantized (QLoRA).")
+    ] = False,
     zero_offload_optimizer: Annotated[Offload, _setting("offload_optimizer")] = "none",
     zero_offload_params: Annotated[Offload, _setting("offload_params")] = "none",
     zero_step_in_backward: Annotated[
         bool, typer.Option("--zero-step-in-backward", help="Update offloaded units in backward.")
     ] = False,
-    zero_reduce_dtype: Annotated[str | None, _setting("reduce_dtype", metavar="DTYPE")] = None,
-    zero_full_precision: Annotated[str, _setting("full_precision", metavar="NAMES")] = "",
-    zero_units: Annotated[str, _setting("units", metavar="NAMES")] = "",
-    zero_replicas: Annotated[
-        int, _setting("replicas", "Copies of the sharded state (hybrid sharding).", "R", MOST_RANKS)
-    ] = 1,
-    zero_sp_size: Annotated[
-        int, _setting("sp_size", "Ranks that share each sample (sequence parallelism).", "S", MOST_RANKS)
-    ] = 1,
-    zero_offload_activations: Annotated[
-        Literal["none", "cpu", "disk"], _setting("offload_activations", "Where checkpointed blocks' inputs are kept.")
-    ] = "none",
-    zero_wire: Annotated[Wire, _setting("wire", "Format in which gradients and weights travel.")] = "none",
-    device_memory: Annotated[str | None, _size("Device memory per rank, such as 24GiB.")] = None,
-    keep_gathered: Annotated[str | None, _size("Of it, room for units that stay gathered.")] = None,
-    host_memory: Annotated[str | None, _size("Host memory per rank.")] = None,
+    zero_reduce_dtype: Annotated[str | None, _setting("reduce_dtype", "DTYPE")] = None,
+    zero_full_precision: Annotated[str, _setting("full_precision", "NAMES")] = "",
+    zero_units: Annotated[str, _setting("units", "NAMES")] = "",
+    zero_replicas: Annotated[int, _setting("replicas", "R", MOST_RANKS)] = 1,
+    zero_wire: Annotated[Wire, _setting("wire")] = "none",
+    keep_gathered: Annotated[str | None, _size("Device memory for units that stay gathered.")] = None,
     disk_space: Annotated[str | None, _size("Space per rank in the offload folder.")] = None,
     optimizer_tensors: Annotated[int, _flag("State tensors per parameter; Adam has 2.", most=100)] = 2,
-    batch: Annotated[int | None, _flag("Sequences of a rank (or group) per forward.", "ROWS", 10**6)] = None,
-    sequence: Annotated[int, _flag("Tokens of each sequence, with --batch.", "TOKENS", 10**8)] = 2048,
-    accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 10**6)] = 1,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
-    ] = False,
     machine: Annotated[str | None, _flag("Sizes and speeds that `hf-zero probe` wrote.", "FILE")] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Compare 1 to 1,024 ranks, all stages and tiers.")] = False,
-    plot: Annotated[str | None, _flag("With --sweep: draw it.", "FILE.png")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Predict memory per rank and tier, traffic and step time, before anything runs.
+    """Predict memory per rank, and what fits which GPU, before anything runs.
 
-    MODEL is a size (7B, 350M), a built-in name (gpt2, gpt2-xl, llama-3-8b), a local folder,
-    config.json or .safetensors file, or a name on the Hub. No weights are read. Without
-    --zero-stage: all stages side by side, and a recommendation.
+    MODEL is a size (7B, 350M), a name (llama3-8b, meta-llama/Meta-Llama-3-8B, gpt2), a local
+    folder, config.json or .safetensors file, or an adapter's folder. No weights are read. Without
+    --zero-stage: all stages side by side, and settings for each size of GPU.
 
     \b
     Examples:
-      hf-zero plan 7B --mixed-precision bf16
-      hf-zero plan llama-3-8b --world-size 4 --device-memory 24GiB --batch 4 --sequence 4096
-      hf-zero plan llama-3-8b --world-size 32 --zero-stage 3 --keep-gathered 4GiB
+      hf-zero plan meta-llama/Meta-Llama-3-8B
+      hf-zero plan llama3-8b --lora 16 --world-size 1 --device-memory 24GiB
+      hf-zero plan 7B --world-size 4 --device-memory 24GiB --batch 4 --sequence 4096
       hf-zero plan out/checkpoint-500 --zero-stage 3 --zero-offload-optimizer cpu
-      hf-zero plan gpt2-xl --sweep --plot sweep.png
 
     Exit status 1: nothing fits the memory that was given.
     """
-    options = PlanOptions(**locals())
-    from .plan import run
+    _at_least_1(world_size=world_size, batch=batch, sequence=sequence, accumulation=accumulation)
+    if load_in_4bit and not lora:
+        raise ConfigError("--load-in-4bit needs --lora RANK: quantized weights are frozen")
+    config = ZeroConfig(
+        stage=max(STAGES) if zero_stage is None else zero_stage,
+        offload_optimizer=zero_offload_optimizer,
+        offload_params=zero_offload_params,
+        step_in_backward=zero_step_in_backward,
+        reduce_dtype=zero_reduce_dtype,
+        full_precision=zero_full_precision,
+        units=zero_units,
+        replicas=zero_replicas,
+        sp_size=zero_sp_size,
+        offload_activations=zero_offload_activations,
+        wire=zero_wire,
+        device_memory=device_memory,
+        keep_gathered=keep_gathered,
+        host_memory=host_memory,
+    )
+    config.check_world_size(world_size)
+    from .models import build, look_up
 
-    raise typer.Exit(run(options))
+    what = look_up(model, parameters)  # before torch is imported: wrong names are refused at once
+    from .plan import Asked, machine_of, run
+
+    found = build(
+        model or f"{parameters} parameters",
+        what,
+        lora,
+        {"no": "float32", "fp16": "float16"}.get(mixed_precision, "bfloat16"),
+        load_in_4bit,
+    )
+    speeds, source = machine_of(config, world_size, machine, disk_space)
+    asked = Asked(
+        model=found,
+        config=config,
+        world_size=world_size,
+        mixed_precision=mixed_precision,
+        batch=None if found.architecture is None else batch,
+        sequence=sequence,
+        accumulation=accumulation,
+        gradient_checkpointing=gradient_checkpointing or zero_offload_activations != "none",
+        optimizer_tensors=optimizer_tensors,
+        machine=speeds,
+        source=source,
+    )
+    raise typer.Exit(run(asked, zero_stage is None, json))
 
 
 def probe(
@@ -174,8 +214,8 @@ def simulate(
     model: Annotated[str, _path("Built-in name, folder or Hub id.", "MODEL")],
     world_size: Annotated[int, _flag("Number of ranks.", most=1 << 14)] = 8,
     nodes: Annotated[int, _flag("Number of machines, with equal numbers of ranks.", most=1 << 14)] = 1,
-    zero_stage: Annotated[int, _setting("stage", metavar="[0|1|2|3]")] = _default("stage"),
-    mixed_precision: Annotated[Literal["no", "bf16"], _flag("Compute precision.")] = "no",
+    zero_stage: Annotated[int, _setting("stage", "[0|1|2|3]")] = 2,
+    mixed_precision: Annotated[Literal["no", "bf16"], _flag("Compute precision.")] = "bf16",
     accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 256)] = 1,
     batch: Annotated[int, _flag("Sequences per rank and forward.", "ROWS", 10**6)] = 1,
     sequence: Annotated[int, _flag("Tokens of each sequence.", "TOKENS", 10**8)] = 128,
@@ -190,15 +230,10 @@ def simulate(
     machine: Annotated[
         str | None, _flag("Speeds within a machine, as `hf-zero probe` wrote them (default: an H100's).", "FILE")
     ] = None,
-    zero_units: Annotated[str, _setting("units", metavar="NAMES")] = "",
-    zero_replicas: Annotated[int, _setting("replicas", metavar="R", most=1 << 14)] = 1,
+    zero_units: Annotated[str, _setting("units", "NAMES")] = "",
+    zero_replicas: Annotated[int, _setting("replicas", "R", 1 << 14)] = 1,
     zero_wire: Annotated[Wire, _setting("wire")] = "none",
     keep_gathered: Annotated[str | None, _size("Device memory per rank for units that stay gathered.")] = None,
-    scaling: Annotated[
-        Literal["none", "weak", "strong"],
-        _flag("1 to --world-size ranks; weak: --batch rows for each; strong: --batch rows for all."),
-    ] = "none",
-    plot: Annotated[str | None, _flag("With --scaling: draw it.", "FILE.png")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -210,16 +245,39 @@ def simulate(
 
     \b
     Examples:
-      hf-zero simulate gpt2-124m --world-size 1024 --nodes 128 --mixed-precision bf16
+      hf-zero simulate gpt2-124m --world-size 1024 --nodes 128
       hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
       hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
-      hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3 --scaling weak
+      hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3
       hf-zero simulate gpt3-1.3b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
     """
-    options = SimulateOptions(**locals())
-    from .simulate import run
+    _at_least_1(
+        world_size=world_size, nodes=nodes, accumulation=accumulation, batch=batch, sequence=sequence, flops=flops
+    )
+    if adapters < 0:
+        raise ConfigError(f"--adapters must not be negative, found {adapters}")
+    if world_size % nodes:
+        raise ConfigError(f"{world_size} ranks do not divide by {nodes} nodes")
+    config = ZeroConfig(
+        stage=zero_stage, replicas=zero_replicas, wire=zero_wire, units=zero_units, keep_gathered=keep_gathered
+    )
+    config.check_world_size(world_size)
+    from .models import look_up
 
-    run(options)
+    what = look_up(model)
+    from .simulate import hardware_of, run
+
+    hardware = hardware_of(mixed_precision, world_size, flops, machine)
+    run(
+        model,
+        what,
+        config,
+        hardware,
+        (world_size, nodes, network, adapters),
+        mixed_precision,
+        (batch, sequence, accumulation),
+        json,
+    )
 
 
 def verify(

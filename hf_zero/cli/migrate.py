@@ -1,6 +1,6 @@
 """`hf-zero migrate`: translate a DeepSpeed JSON, or an accelerate or FSDP YAML, to settings of hf_zero.
 
-One table per source translates each key. The first row that matches a key decides.
+One table per source translates each key. The row of the key itself decides, else the first pattern that matches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rich.text import Text
 
 from ..config import STAGES, ZeroConfig
 from ..errors import ConfigError
-from .commands import OK, WRONG, as_flags, as_plugin, print_json
+from . import OK, WRONG
 from .files import read_settings
-from .show import pasted, text
+from .show import as_command, as_flags, as_plugin, pasted, print_json, text
 
 Verdict = Literal["same", "trainer", "not needed", "to do", "lost", "stays"]
 """same: a setting of hf_zero. trainer: an argument of the Trainer or Accelerator. not needed: the
@@ -49,10 +49,11 @@ class Row:
     why: str = ""
 
 
-def _rows(verdict: Verdict, prefix: str, keys: str, why: str) -> Iterator[Row]:
-    """Rows of keys with one verdict and one reason."""
-    for key in keys.split():
-        yield Row(prefix + key, verdict, why=why)
+def _rows(verdict: Verdict, prefix: str, keys_of: Mapping[str, str]) -> Iterator[Row]:
+    """Rows with one verdict; `keys_of`: reason -> keys."""
+    for why, keys in keys_of.items():
+        for key in keys.split():
+            yield Row(prefix + key, verdict, why=why)
 
 
 _ZERO = "zero_optimization."
@@ -60,67 +61,51 @@ _DEVICES = {"none": "none", "cpu": "cpu", "nvme": "disk"}
 _SWITCH = {"true": True, "false": False}
 _TO_HOST = {"true": "cpu", "false": "none"}
 _INT8 = {"true": "int8", "false": None}
-_BUFFERS = "no buckets to size: a unit is gathered, reduced and prefetched as one"
-_PINNED = "host buffers are pinned where there is a GPU, and sized by the plan"
 _WHOLE = "every checkpoint has full weights, written by all ranks; from_pretrained loads it"
 _DATA_PARALLEL = "every rank is a data parallel rank"
-_UNITS = "units are found in the model: blocks, embeddings, head"
+_ONE_FORMAT = "one format for weights and gradients"
 
 DEEPSPEED = (
     Row(_ZERO + "stage", "same", "stage"),
     Row(_ZERO + "offload_optimizer.device", "same", "offload_optimizer", _DEVICES),
     Row(_ZERO + "offload_param.device", "same", "offload_params", _DEVICES),
     Row(_ZERO + "offload_*.nvme_path", "same", "offload_dir"),
-    Row(_ZERO + "offload_optimizer.ratio", "lost", why="no fixed split: offload_optimizer='auto' finds one"),
     Row(_ZERO + "cpu_offload", "same", "offload_optimizer", _TO_HOST),
     Row(_ZERO + "cpu_offload_params", "same", "offload_params", _TO_HOST),
-    *_rows("not needed", _ZERO, "offload_*.* cpu_offload_use_pin_memory", _PINNED),
-    *_rows(
-        "not needed",
-        _ZERO,
-        "allgather_bucket_size reduce_bucket_size allgather_partitions reduce_scatter contiguous_gradients "
-        "sub_group_size stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
-        "prefetch_bucket_size max_live_parameters max_reuse_distance use_multi_rank_bucket_allreduce "
-        "stage3_module_granularity_threshold module_granularity_threshold",
-        _BUFFERS,
-    ),
-    *_rows(
-        "not needed",
-        _ZERO,
-        "stage3_param_persistence_threshold param_persistence_threshold stage3_model_persistence_threshold "
-        "model_persistence_threshold",
-        "small parameters move with their block",
-    ),
-    *_rows("not needed", _ZERO, "overlap_comm", "communication always overlaps with computation"),
-    *_rows("not needed", _ZERO, "round_robin_gradients", "each rank copies only its own part to the host"),
-    *_rows("not needed", _ZERO, "*gather_16bit_weights_on_model_save *gather_fp16_weights_on_model_save", _WHOLE),
-    *_rows("not needed", _ZERO, "elastic_checkpoint", "checkpoints resume on any number of ranks"),
-    *_rows("not needed", _ZERO, "load_from_fp32_weights", "masters are float32 and in the checkpoint"),
-    *_rows("not needed", _ZERO, "ignore_unused_parameters", "unused parameters are handled as under DDP"),
-    *_rows("not needed", _ZERO, "legacy_stage1 memory_efficient_linear", "one implementation"),
-    *_rows("not needed", _ZERO, "override_module_apply", "zero.Init handles initialisation by apply()"),
-    *_rows("not needed", _ZERO, "log_trace_cache_warnings", "no trace cache"),
-    Row(_ZERO + "zero_hpz_partition_size", "lost", why="one replica per node (replicas=NODES) keeps gathers on a node"),
-    Row(_ZERO + "zero_quantized_weights", "same", "wire", _INT8, "one format for weights and gradients"),
-    Row(_ZERO + "zero_quantized_gradients", "same", "wire", _INT8, "one format for weights and gradients"),
-    *_rows("lost", _ZERO, "zero_quantized_*", "wire='int8' compresses weights and gradients only"),
+    Row(_ZERO + "zero_quantized_weights", "same", "wire", _INT8, _ONE_FORMAT),
+    Row(_ZERO + "zero_quantized_gradients", "same", "wire", _INT8, _ONE_FORMAT),
     Row(_ZERO + "mics_shard_size", "to do", "replicas"),
-    *_rows("not needed", _ZERO, "mics_*", "gathers stay within a replica"),
     Row(_ZERO + "leaf_module.*", "same", "units", {}, "names and classes, such as units='*.experts,MoeBlock'"),
+    *_rows("lost", _ZERO, {
+        "no fixed split: offload_optimizer='auto' finds one": "offload_optimizer.ratio",
+        "one replica per node (replicas=NODES) keeps gathers on a node": "zero_hpz_partition_size",
+        "wire='int8' compresses weights and gradients only": "zero_quantized_*",
+    }),
+    *_rows("not needed", _ZERO, {
+        "host buffers are pinned where there is a GPU, and sized by the plan": "offload_*.* cpu_offload_use_pin_memory",
+        "no buckets to size: a unit is gathered, reduced and prefetched as one":
+            "allgather_bucket_size reduce_bucket_size allgather_partitions reduce_scatter contiguous_gradients "
+            "sub_group_size stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
+            "prefetch_bucket_size max_live_parameters max_reuse_distance use_multi_rank_bucket_allreduce "
+            "stage3_module_granularity_threshold module_granularity_threshold",
+        "small parameters move with their block":
+            "stage3_param_persistence_threshold param_persistence_threshold stage3_model_persistence_threshold "
+            "model_persistence_threshold",
+        "communication always overlaps with computation": "overlap_comm",
+        "each rank copies only its own part to the host": "round_robin_gradients",
+        _WHOLE: "*gather_16bit_weights_on_model_save *gather_fp16_weights_on_model_save",
+        "checkpoints resume on any number of ranks": "elastic_checkpoint",
+        "masters are float32 and in the checkpoint": "load_from_fp32_weights",
+        "unused parameters are handled as under DDP": "ignore_unused_parameters",
+        "one implementation": "legacy_stage1 memory_efficient_linear",
+        "zero.Init handles initialisation by apply()": "override_module_apply",
+        "no trace cache": "log_trace_cache_warnings",
+        "gathers stay within a replica": "mics_*",
+    }),
     Row("bf16.enabled", "trainer", "bf16", _SWITCH),
     Row("bfloat16.enabled", "trainer", "bf16", _SWITCH),
-    *_rows("not needed", "", "bf16.*", "masters, gradients and sums are float32"),
     Row("fp16.enabled", "trainer", "fp16", _SWITCH),
-    Row("fp16.loss_scale", "lost", why="no fixed loss scale: torch's GradScaler adapts it"),
-    *_rows("not needed", "", "fp16.*", "torch's GradScaler scales the loss with its own defaults"),
-    Row("amp.enabled", "lost", why="no NVIDIA apex: use bf16 or fp16 of the Trainer"),
-    *_rows("not needed", "", "amp.*", "belongs to NVIDIA apex"),
     Row("communication_data_type", "same", "reduce_dtype"),
-    Row("seq_parallel_communication_data_type", "lost", why="gradients have one reduce_dtype"),
-    *_rows("not needed", "", "data_types.grad_accum_dtype", "gradients are accumulated in float32"),
-    *_rows("not needed", "", "prescale_gradients gradient_predivide_factor", "gradients are averaged in float32"),
-    Row("sparse_gradients", "lost", why="gradients of sparse embeddings are not supported"),
-    *_rows("not needed", "", "train_batch_size", "follows from rows per rank, accumulation and ranks"),
     Row("train_micro_batch_size_per_gpu", "trainer", "per_device_train_batch_size"),
     Row("gradient_accumulation_steps", "trainer", "gradient_accumulation_steps"),
     Row("gradient_clipping", "trainer", "max_grad_norm"),
@@ -133,43 +118,47 @@ DEEPSPEED = (
     Row("optimizer.params.betas", "trainer", "adam_beta1, adam_beta2"),
     Row("optimizer.params.eps", "trainer", "adam_epsilon"),
     Row("optimizer.params.weight_decay", "trainer", "weight_decay"),
-    *_rows("not needed", "optimizer.", "params.torch_adam params.adam_w_mode legacy_fusion", "torch's own AdamW"),
     Row("scheduler.type", "trainer", "lr_scheduler_type", {
         "warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine",
     }, "another schedule is passed to the Trainer as an object"),
     Row("scheduler.params.warmup_max_lr", "trainer", "learning_rate"),
     Row("scheduler.params.warmup_num_steps", "trainer", "warmup_steps"),
     Row("scheduler.params.total_num_steps", "trainer", "max_steps"),
-    Row("scheduler.params.warmup_min_lr", "lost", why="the Trainer's warm-up starts at 0"),
-    *_rows("not needed", "", "scheduler.params.warmup_type", "the Trainer's warm-up is linear"),
-    *_rows(
-        "lost",
-        "activation_checkpointing.",
-        "partition_activations cpu_checkpointing",
-        "activations stay on their rank's device",
-    ),
+    *(Row(f"{name}*", "trainer", "report_to", {}, "the Trainer's own trackers")
+      for name in ("tensorboard", "wandb", "csv_monitor", "comet")),
+    *_rows("lost", "", {
+        "no fixed loss scale: torch's GradScaler adapts it": "fp16.loss_scale",
+        "no NVIDIA apex: use bf16 or fp16 of the Trainer": "amp.enabled",
+        "gradients have one reduce_dtype": "seq_parallel_communication_data_type",
+        "gradients of sparse embeddings are not supported": "sparse_gradients",
+        "the Trainer's warm-up starts at 0": "scheduler.params.warmup_min_lr",
+        "activations stay on their rank's device":
+            "activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing",
+        "the number of ranks is fixed within a run; a checkpoint resumes on any number": "elasticity.*",
+        _DATA_PARALLEL: "tensor_parallel.* pipeline.*",
+        "only DeepSpeed has it":
+            "sparse_attention* compression_training* data_efficiency* curriculum_learning* eigenvalue* "
+            "progressive_layer_drop* quantize_training* hybrid_engine*",
+    }),
     Row("activation_checkpointing.*", "trainer", "gradient_checkpointing", {}, "the model's own checkpointing"),
-    *_rows("not needed", "", "aio.*", "the disk tier chooses its requests itself"),
-    *_rows("not needed", "", "checkpoint.*", _WHOLE),
-    *_rows("not needed", "", "wall_clock_breakdown memory_breakdown comms_logger.*", "hf-zero report shows it"),
-    *_rows("not needed", "", "dump_state", "the plan is printed at the start"),
-    Row("tensorboard*", "trainer", "report_to", {}, "the Trainer's own trackers"),
-    Row("wandb*", "trainer", "report_to", {}, "the Trainer's own trackers"),
-    Row("csv_monitor*", "trainer", "report_to", {}, "the Trainer's own trackers"),
-    Row("comet*", "trainer", "report_to", {}, "the Trainer's own trackers"),
-    *_rows("not needed", "", "flops_profiler.*", "use torch's profiler; hf-zero report has times by part of the step"),
-    *_rows("not needed", "", "autotuning.*", "hf-zero plan says what fits before anything runs"),
-    *_rows("not needed", "", "zero_allow_untested_optimizer", "an unsuitable optimizer raises an error"),
-    *_rows("not needed", "", "zero_force_ds_cpu_optimizer", "torch's own optimizer updates offloaded state"),
-    *_rows("lost", "", "elasticity.*", "the number of ranks is fixed within a run; a checkpoint resumes on any number"),
-    *_rows("lost", "", "tensor_parallel.* pipeline.*", _DATA_PARALLEL),
-    *_rows(
-        "lost",
-        "",
-        "sparse_attention* compression_training* data_efficiency* curriculum_learning* eigenvalue* "
-        "progressive_layer_drop* quantize_training* hybrid_engine*",
-        "only DeepSpeed has it",
-    ),
+    *_rows("not needed", "", {
+        "masters, gradients and sums are float32": "bf16.*",
+        "torch's GradScaler scales the loss with its own defaults": "fp16.*",
+        "belongs to NVIDIA apex": "amp.*",
+        "gradients are accumulated in float32": "data_types.grad_accum_dtype",
+        "gradients are averaged in float32": "prescale_gradients gradient_predivide_factor",
+        "follows from rows per rank, accumulation and ranks": "train_batch_size",
+        "torch's own AdamW": "optimizer.params.torch_adam optimizer.params.adam_w_mode optimizer.legacy_fusion",
+        "the Trainer's warm-up is linear": "scheduler.params.warmup_type",
+        "the disk tier chooses its requests itself": "aio.*",
+        _WHOLE: "checkpoint.*",
+        "hf-zero report shows it": "wall_clock_breakdown memory_breakdown comms_logger.*",
+        "the plan is printed at the start": "dump_state",
+        "use torch's profiler; hf-zero report has times by part of the step": "flops_profiler.*",
+        "hf-zero plan says what fits before anything runs": "autotuning.*",
+        "an unsuitable optimizer raises an error": "zero_allow_untested_optimizer",
+        "torch's own optimizer updates offloaded state": "zero_force_ds_cpu_optimizer",
+    }),
 )  # fmt: skip
 
 FSDP = (
@@ -184,29 +173,25 @@ FSDP = (
     Row("offload_params", "same", "offload_params", _TO_HOST, "FSDP offloads the optimizer with the parameters"),
     Row("cpu_offload", "same", "offload_params", _TO_HOST),
     Row("mixed_precision_policy.reduce_dtype", "same", "reduce_dtype"),
-    *_rows("not needed", "", "mixed_precision_policy.*", "the Trainer's bf16 or fp16, with float32 masters"),
-    Row("mixed_precision_policy", "lost", why="set bf16 or fp16 of the Trainer; masters and sums are float32"),
-    *_rows("not needed", "", "version", "one engine"),
-    *_rows(
-        "not needed",
-        "",
-        "auto_wrap_policy transformer_layer_cls_to_wrap min_num_params use_orig_params wrap_policy",
-        _UNITS,
-    ),
-    *_rows(
-        "not needed",
-        "",
-        "backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers",
-        "communication overlaps with computation, one unit ahead",
-    ),
-    *_rows("not needed", "", "sync_module_states", "all ranks start from rank 0's values"),
-    *_rows("not needed", "", "cpu_ram_efficient_loading", "with zero.Init() each rank reads only its own bytes"),
-    *_rows("not needed", "", "state_dict_type", _WHOLE),
     Row("activation_checkpointing", "trainer", "gradient_checkpointing", _SWITCH),
-    Row("activation_cpu_offload", "lost", why="activations stay on their rank's device"),
-    *_rows("lost", "", "ignored_modules ignored_params", "nothing is left out: freeze it"),
-    *_rows("lost", "", "xla*", "no TPUs"),
-    *_rows("lost", "", "tp_size", _DATA_PARALLEL),
+    *_rows("not needed", "", {
+        "the Trainer's bf16 or fp16, with float32 masters": "mixed_precision_policy.*",
+        "one engine": "version",
+        "units are found in the model: blocks, embeddings, head":
+            "auto_wrap_policy transformer_layer_cls_to_wrap min_num_params use_orig_params wrap_policy",
+        "communication overlaps with computation, one unit ahead":
+            "backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers",
+        "all ranks start from rank 0's values": "sync_module_states",
+        "with zero.Init() each rank reads only its own bytes": "cpu_ram_efficient_loading",
+        _WHOLE: "state_dict_type",
+    }),
+    *_rows("lost", "", {
+        "set bf16 or fp16 of the Trainer; masters and sums are float32": "mixed_precision_policy",
+        "activations stay on their rank's device": "activation_cpu_offload",
+        "nothing is left out: freeze it": "ignored_modules ignored_params",
+        "no TPUs": "xla*",
+        _DATA_PARALLEL: "tp_size",
+    }),
 )  # fmt: skip
 
 ACCELERATE = (
@@ -219,26 +204,23 @@ ACCELERATE = (
     Row("deepspeed_config.offload_*_nvme_path", "same", "offload_dir"),
     Row("deepspeed_config.gradient_accumulation_steps", "trainer", "gradient_accumulation_steps"),
     Row("deepspeed_config.gradient_clipping", "trainer", "max_grad_norm"),
-    Row("deepspeed_config.zero3_init_flag", "not needed", why="with zero.Init(): each rank reads only its own bytes"),
-    Row("deepspeed_config.zero3_save_16bit_model", "not needed", why=_WHOLE),
     Row("deepspeed_config.deepspeed_moe_layer_cls_names", "same", "units"),
-    *_rows(
-        "lost",
-        "deepspeed_config.",
-        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
-        "DeepSpeed's launcher: use torchrun --nnodes, or accelerate's machine_rank",
-    ),
-    *_rows("lost", "", "megatron_lm_config* tp_config* parallelism_config*", _DATA_PARALLEL),
-    *_rows("lost", "", "fp8_config*", "no fp8"),
-    *_rows(
-        "stays",
-        "",
+    *_rows("not needed", "deepspeed_config.", {
+        "with zero.Init(): each rank reads only its own bytes": "zero3_init_flag", _WHOLE: "zero3_save_16bit_model",
+    }),
+    *_rows("lost", "", {
+        "DeepSpeed's launcher: use torchrun --nnodes, or accelerate's machine_rank":
+            "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_hostfile "
+            "deepspeed_config.deepspeed_exclusion_filter deepspeed_config.deepspeed_inclusion_filter",
+        _DATA_PARALLEL: "megatron_lm_config* tp_config* parallelism_config*",
+        "no fp8": "fp8_config*",
+    }),
+    *_rows("stays", "", {"accelerate launch keeps it":
         "compute_environment debug use_cpu num_processes num_machines machine_rank main_process_ip "
         "main_process_port main_training_function rdzv_backend same_network gpu_ids downcast_bf16 tpu_* "
         "enable_cpu_affinity dynamo_config* dynamo_backend ipex_config* mpirun_config* env commands command_file "
         "max_restarts monitor_interval rdzv_conf* log_dir",
-        "accelerate launch keeps it",
-    ),
+    }),
 )  # fmt: skip
 
 _DEEPSPEED_KEYS = (
@@ -276,7 +258,7 @@ class Migration:
 
     @property
     def command_line(self) -> str:
-        return as_flags({**{f"zero_{name}": value for name, value in self.settings.items()}, **self.trainer})
+        return as_flags(self.settings, self.trainer)
 
 
 def run(file: str, as_json: bool) -> int:
@@ -372,7 +354,8 @@ def _unprefixed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _apply(made: Migration, values: Mapping[str, Any], rows: tuple[Row, ...], prefix: str = "") -> None:
     for key, value in _flat(values, rows):
-        row = next((row for row in rows if fnmatchcase(key, row.key)), None)
+        matches = sorted((row for row in rows if fnmatchcase(key, row.key)), key=lambda row: row.key != key)
+        row = next(iter(matches), None)
         if row is not None and "*" in row.key:  # a misspelt setting must not pass as one of many ignored keys
             exact = [each.key for each in rows if each.verdict in ("same", "trainer") and "*" not in each.key]
             if difflib.get_close_matches(key, exact, 1, _ALIKE):
@@ -475,7 +458,7 @@ _LONG_VALUE = 24
 def _show(made: Migration, file: str) -> None:
     console = Console()
     text(console, "Run your script (with zero.ZeroTrainingArguments) as:", "bold")
-    pasted(console, f"torchrun --nproc-per-node {made.ranks or 'RANKS'} train.py {made.command_line}")
+    pasted(console, as_command(made.ranks, made.settings, made.trainer))
     text(console, "Or in Python, TrainingArguments(parallelism_config=…) or Accelerator(parallelism_config=…):", "bold")
     pasted(console, as_plugin(made.settings))
     text(console, "Remove the DeepSpeed or FSDP settings from the script and from accelerate's configuration.")

@@ -1,191 +1,295 @@
-"""`hf-zero plan`: plan a model and print tables or JSON."""
+"""`hf-zero plan`: one table, whether it fits, and settings that do: a command, and the same as code."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from ..config import STAGES, StagePolicy, parse_bytes, size_text
-from ..errors import ConfigError, needs
+from ..config import STAGES, ZeroConfig, parse_bytes, size_text
+from ..core.precision import Precision
+from ..errors import ConfigError
 from ..plan.costs import KINDS, STATES, TIERS
-from ..plan.machine import Machine, here, host_name, kept
+from ..plan.machine import MARGIN, Machine, here, host_name, kept
+from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
-from ..plan.solve import fits
+from ..plan.solve import PlanInputs, fits
 from ..plan.work import ROADS
 from ..tiers.tier import Tier
-from . import advice
-from .advice import GPUS, Asked, Choice, as_typed, best, choices, first_that_fits, usable_bytes
-from .commands import OK, WRONG, PlanOptions, print_json
-from .files import cache_folder, writable
-from .models import Model, find_model
-from .show import pasted, ranks_text, seconds, short_size, table, text
+from . import OK, WRONG
+from .files import cache_folder
+from .models import Model
+from .show import as_command, as_training_arguments, pasted, print_json, ranks_text, seconds, short_size, table, text
 
-SWEEP_RANKS = tuple(1 << power for power in range(11))
-
-
-def run(options: PlanOptions) -> int:
-    """Print the plans; return status 1 if nothing fits."""
-    if options.plot and not options.sweep:
-        raise ConfigError("--plot draws a sweep: add --sweep")
-    writable(options.plot)
-    if options.world_size < 1:
-        raise ConfigError(f"--world-size must be at least 1, found {options.world_size}")
-    options.config(max(STAGES), offload_optimizer="none", offload_params="none").check_world_size(options.world_size)
-    if options.zero_stage is not None:
-        options.config(options.zero_stage).check_world_size(
-            options.world_size
-        )  # raises for invalid settings before a model is looked up
-    model = find_model(options.model, options.parameters)
-    if options.sweep:
-        rows = list(_sweep(Asked(options, model, Machine())))
-        if options.plot:
-            draw_sweep(rows, model.name, options.plot)
-        if options.json:
-            print_json(rows)
-        else:
-            show_sweep(rows, model)
-        return OK
-    machine, source = _machine_of(options)
-    asked = Asked(options, model, machine, source)
-    return _stages(asked) if options.zero_stage is None else _one(asked, options.zero_stage)
-
-
-def _machine_of(options: PlanOptions) -> tuple[Machine, str]:
-    """Return sizes and speeds, and their source. Sizes of this machine are used only if `auto` needs them."""
-    if options.machine is not None:
-        machine, source = Machine.load(options.machine), options.machine
-    else:
-        path = kept(cache_folder())
-        machine, source = (Machine.load(path), f"hf-zero probe on {host_name()}") if path.exists() else (Machine(), "")
-        machine = replace(machine, device_memory=None, host_memory=None, disk_free=None)
-        if "auto" in (options.zero_offload_optimizer, options.zero_offload_params):
-            ranks = max(1, min(options.world_size, torch.cuda.device_count() or options.world_size))
-            free = here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
-            shares = machine.shares_memory if source else free.shares_memory
-            machine = replace(machine, disk_free=free.disk_free, shares_memory=shares)
-            if None in (options.device_memory, options.host_memory):
-                machine = replace(machine, device_memory=free.device_memory, host_memory=free.host_memory)
-                source = f"{source}{'; ' if source else ''}memory that is free on this machine"
-    if options.disk_space is not None:
-        machine = replace(machine, disk_free=parse_bytes(options.disk_space, "--disk-space"))
-    return machine, source
-
-
-def _one(asked: Asked, stage: int) -> int:
-    options, inputs = asked.options, asked.inputs(stage)
-    try:
-        made = plan(inputs)
-    except ConfigError as error:
-        if not inputs.config.is_auto or fits(inputs):
-            raise
-        print(f"hf-zero: {worded(str(error))}", file=sys.stderr)
-        return WRONG
-    if options.json:
-        print_json(_values(made, asked))
-    else:
-        show_plan(made, asked.model, asked.source)
-        if not made.fits:
-            show_remedies(advice.remedies(asked, stage), best(asked), asked)
-    return OK if made.fits else WRONG
-
-
-def _stages(asked: Asked) -> int:
-    """Print all stages side by side, and a recommendation."""
-    plans, refused, lacking = [], {}, False
-    for stage in sorted(STAGES):
-        try:
-            inputs = asked.inputs(stage)
-            plans.append(plan(inputs))
-        except ConfigError as error:
-            refused[stage] = str(error)
-            lacking |= asked.options.config(max(STAGES)).is_auto
-    if not plans and not lacking:
-        raise ConfigError("; ".join(dict.fromkeys(refused.values())))
-    if asked.options.json:
-        print_json([_values(made, asked) for made in plans])
-        return OK if any(made.fits for made in plans) else WRONG
-    show_stages(plans, asked.model, refused)
-    if any(made.fits for made in plans):
-        if not asked.options.zero_offload_optimizer == asked.options.zero_offload_params == "none":
-            return OK
-        show_recommend(choices(asked), asked)
-        return OK
-    show_remedies(advice.remedies(asked, max(STAGES)), best(asked), asked)
-    return WRONG
-
-
-def _values(made: Plan, asked: Asked) -> dict[str, Any]:
-    paper = paper_states_bytes(made.layout.numel, STAGES[made.config.stage], made.world_size)
-    return {
-        "model": asked.model.name,
-        "structure": asked.model.source or "the model's own",
-        "mixed_precision": asked.options.mixed_precision,
-        **made.to_dict(),
-        "zero_paper_states_bytes_per_rank": round(paper),
-    }
-
-
-def _sweep(asked: Asked) -> Iterator[dict[str, Any]]:
-    """Return model states per rank for every number of ranks, stage and tier: in all, and on the device."""
-    options = asked.options
-    for stage, policy in sorted(STAGES.items()):
-        if not policy.shard and (options.zero_replicas > 1 or options.zero_wire != "none"):
-            continue
-        for offload in ("none", "cpu", "disk"):
-            for ranks in SWEEP_RANKS:
-                if ranks % options.zero_replicas or (offload != "none" and not policy.shard and ranks > 1):
-                    continue
-                params = "none" if policy.keep_full and ranks > 1 else offload
-                tiers = {"offload_optimizer": offload, "offload_params": params}
-                made = plan(asked.inputs(stage, ranks, **tiers, device_memory=None, host_memory=None))
-                yield {
-                    "stage": stage,
-                    "offload": offload,
-                    "world_size": ranks,
-                    "parameters": made.layout.numel,
-                    "states_bytes_per_rank": made.memory.states,
-                    "states_bytes_by_tier": {
-                        tier.value: sum(made.memory.rest[tier][kind] for kind in STATES) for tier in TIERS
-                    },
-                    "zero_paper_states_bytes_per_rank": round(paper_states_bytes(made.layout.numel, policy, ranks)),
-                }
-
-
-def paper_states_bytes(parameters: int, policy: StagePolicy, ranks: int) -> float:
-    """Return bytes of model states per rank as Rajbhandari et al. count them (arXiv 1910.02054, figure 1), to compare.
-
-    fp16 parameters and gradients, 2 bytes each, and K = 12 bytes of optimizer state: fp32 master, momentum, variance. This
-    library's numbers differ: from stage 1 on only the owner stores a gradient, in float32.
-    """
-    return parameters * (
-        2 / (1 if policy.keep_full else ranks)
-        + 2 / (ranks if policy.reduce_each_backward else 1)
-        + 12 / (ranks if policy.shard else 1)
-    )
-
-
-# Tables ---------------------------------------------------------------------------------------------------------------
-
-
+GPUS = {
+    "8 GB": 8192 << 20, "12 GB": 12288 << 20, "16 GB": 15360 << 20, "24 GB": 24564 << 20, "40 GB": 40960 << 20,
+    "48 GB": 46068 << 20, "80 GB": 81559 << 20, "141 GB": 143771 << 20,
+}  # fmt: skip
+"""Memory that nvidia-smi reports: RTX 3070, RTX 3060, T4, RTX 4090, A100 40GB, L40S, H100, H200."""
+_COMMON = "24 GB"
+"""The suggestion is for this size, or the next larger one that is enough."""
+LADDER = (
+    (2, False, "none", "none", "none"),
+    (3, False, "none", "none", "none"),
+    (2, True, "none", "none", "none"),
+    (3, True, "none", "none", "none"),
+    (2, True, "cpu", "none", "none"),
+    (3, True, "cpu", "none", "none"),
+    (3, True, "cpu", "cpu", "none"),
+    (3, True, "disk", "disk", "none"),
+    (3, True, "none", "none", "cpu"),
+    (3, True, "cpu", "cpu", "cpu"),
+)
+"""Stage, gradient checkpointing, tiers of optimizer state, parameters and activations, in the order of their cost in time; the
+last two for sequences whose activations alone are too large. Stages 0 and 1 take as much time as 2, and more memory."""
 GOOD, BAD = "green", "bold red"
 _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host", "compute": "forward and backward"}
 
 
-def worded(line: str) -> str:
-    """Return the settings in words."""
-    return line
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The inputs of a plan: a model, a machine, and the settings of the command."""
+
+    model: Model
+    config: ZeroConfig
+    world_size: int
+    mixed_precision: str
+    batch: int | None
+    """Sequences per rank and forward; None: activations are not counted."""
+    sequence: int
+    accumulation: int
+    gradient_checkpointing: bool
+    optimizer_tensors: int
+    machine: Machine
+    source: str = ""
+    """Source of the machine's numbers."""
+
+    @property
+    def tokens(self) -> str:
+        if self.batch is None:
+            return "activations not counted"
+        sharing = "rank" if self.config.sp_size == 1 else f"group of {self.config.sp_size} ranks"
+        return f"batch {self.batch:,} of {self.sequence:,} tokens per {sharing}"
+
+    def plan(self, **settings: Any) -> Plan:
+        """Plan with other settings of `ZeroConfig`.
+
+        Raises:
+            ConfigError: the settings do not combine, or `auto` finds no placement.
+        """
+        return plan(self.inputs(**settings))
+
+    def inputs(self, **settings: Any) -> PlanInputs:
+        config = replace(self.config, **settings)
+        precision = Precision.of(self.mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
+        batch = None
+        if self.batch is not None:
+            batch = Batch(
+                self.batch,
+                self.sequence,
+                self.gradient_checkpointing,
+                config.offload_activations,
+                self.model.architecture,
+                config.sp_size,
+            )
+        layout = self.model.layout(precision, config.shards(self.world_size), tuple(config.units))
+        return PlanInputs(
+            layout, self.machine, config, self.world_size, precision, self.optimizer_tensors, batch, self.accumulation
+        )
 
 
-def _pair(rest: int, peak: int) -> str:
-    if not peak:
-        return ""
-    return short_size(peak) if rest == peak else f"{short_size(rest)} → {short_size(peak)}"
+def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
+    """Print the plan of one stage, or all stages side by side; return status 1 if nothing fits."""
+    plans, refused = [], {}
+    for stage in sorted(STAGES) if all_stages else [asked.config.stage]:
+        try:
+            plans.append(asked.plan(stage=stage))
+        except ConfigError as error:
+            refused[stage] = str(error)
+            if not all_stages and not (asked.config.is_auto and not fits(asked.inputs())):
+                raise
+    if not plans and not asked.config.is_auto:
+        raise ConfigError("; ".join(dict.fromkeys(refused.values())))
+    suggested = best(asked) if all_stages or not any(made.fits for made in plans) else None
+    found = any(made.fits for made in plans) or (all_stages and suggested is not None)
+    if as_json:
+        values = [{"model": asked.model.name, "structure": asked.model.source or "the model's own",
+                   "mixed_precision": asked.mixed_precision, **made.to_dict()} for made in plans]  # fmt: skip
+        print_json(values if all_stages else values[0] if values else {"fits": False, "shortfall": refused})
+        return OK if found else WRONG
+    console = Console()
+    if plans:
+        layout = plans[0].layout
+        share = layout.trainable_numel / asked.model.parameters
+        trained = "" if share == 1 else f" ({share:.2%} trainable)"
+        precision = {"no": "float32"}.get(asked.mixed_precision, asked.mixed_precision)
+        title = f"{asked.model.name}: {asked.model.parameters:,} parameters{trained}, {precision}"
+        text(console, f"{title}, {ranks_text(asked.world_size)}, {asked.tokens}", "bold")
+    if all_stages or not found:  # the one stage that was asked for does not fit
+        _show_answer(console, asked, suggested)
+    else:
+        _show_settings(console, asked, asked.config)
+    if all_stages and plans:
+        _show_stages(console, plans, asked)
+    elif plans:
+        _show_details(console, plans[0])
+    for stage, why in refused.items():
+        text(console, f"stage {stage}: {why}")
+        if not all_stages:
+            print(f"hf-zero: {why}", file=sys.stderr)
+    if asked.model.source:
+        text(console, f"· {asked.model.source}")
+    if asked.source:
+        text(console, f"· sizes and speeds: {asked.source}")
+    return OK if found else WRONG
+
+
+def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space: str | None) -> tuple[Machine, str]:
+    """Return sizes and speeds, and their source. Sizes of this machine are used only if `auto` needs them."""
+    if file is not None:
+        machine, source = Machine.load(file), file
+    else:
+        path = kept(cache_folder())
+        machine, source = (Machine.load(path), f"hf-zero probe on {host_name()}") if path.exists() else (Machine(), "")
+        machine = replace(machine, device_memory=None, host_memory=None, disk_free=None)
+        if config.is_auto:
+            ranks = max(1, min(world_size, torch.cuda.device_count() or world_size))
+            free = here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
+            shares = machine.shares_memory if source else free.shares_memory
+            machine = replace(machine, disk_free=free.disk_free, shares_memory=shares)
+            if None in (config.device_memory, config.host_memory):
+                machine = replace(machine, device_memory=free.device_memory, host_memory=free.host_memory)
+                source = f"{source}{'; ' if source else ''}memory that is free on this machine"
+    if disk_space is not None:
+        machine = replace(machine, disk_free=parse_bytes(disk_space, "--disk-space"))
+    return machine, source
+
+
+# Settings that fit --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings and their plan."""
+
+    asked: Asked
+    made: Plan
+
+    @property
+    def text(self) -> str:
+        """Return such as `stage 3 + gradient checkpointing + optimizer on cpu`."""
+        config = self.made.config
+        words = [f"stage {config.stage}"] + ["gradient checkpointing"] * self.asked.gradient_checkpointing
+        offloads = (
+            ("optimizer", config.offload_optimizer),
+            ("parameters", config.offload_params),
+            ("activations", config.offload_activations),
+        )
+        return " + ".join(words + [f"{what} on {where}" for what, where in offloads if where != "none"])
+
+
+def choices(asked: Asked) -> Iterator[Choice]:
+    """Yield plans of `LADDER` without budgets, with the offloads that were asked for."""
+    given, free = asked.config, replace(asked, machine=Machine(shares_memory=False))
+    for stage, checkpointing, *tiers in LADDER:
+        changed = replace(free, gradient_checkpointing=free.gradient_checkpointing or checkpointing)
+        if asked.batch is None:
+            changed = free
+        offloads = {}
+        for name, tier in zip(("offload_optimizer", "offload_params", "offload_activations"), tiers):
+            wanted = getattr(given, name)
+            offloads[name] = tier if wanted in ("none", "auto") else wanted
+        try:
+            made = changed.plan(stage=stage, **offloads, device_memory=None, host_memory=None)
+        except ConfigError:  # does not combine with the other settings
+            continue
+        yield Choice(changed, made)
+
+
+def usable_bytes(memory_bytes: int) -> int:
+    """Return a GPU's memory less a margin for its context, libraries and the allocator."""
+    return int(memory_bytes * (1 - MARGIN))
+
+
+def best(asked: Asked) -> Choice | None:
+    """Return the first of `LADDER` that fits the budgets; else with one row at a time, then in bfloat16."""
+    tries: list[dict[str, Any]] = [{}]
+    if (rows := asked.batch or 1) > 1:
+        tries.append({"batch": 1, "accumulation": asked.accumulation * rows})
+    if asked.mixed_precision == "no":
+        tries.append({**tries[-1], "mixed_precision": "bf16"})
+    budgets = asked.inputs(stage=max(STAGES)).budgets
+    for changes in tries:
+        for choice in choices(replace(asked, **changes)):
+            if not budgets.excess(choice.made.memory):
+                return choice
+    return None
+
+
+def _show_answer(console: Console, asked: Asked, choice: Choice | None) -> None:
+    """Print the choice that fits the given memory, or one for each size of GPU."""
+    limit = asked.config.device_memory
+    if limit is not None or asked.machine.device_memory is not None:
+        if choice is None:
+            text(console, "Nothing fits: use more ranks, more memory or a smaller model.", BAD)
+            return
+        memory = size_text(int(limit or asked.machine.device_memory or 0))
+        more = "" if choice.asked.batch == asked.batch else ", one sequence at a time"
+        text(console, f"{memory} fits {choice.text}{more}: {_needs(choice.made)}.", GOOD)
+        _show_settings(console, choice.asked, choice.made.config)
+        return
+    found = list(choices(asked))
+    by_size: dict[str, Choice | None] = {}
+    for name, size in GPUS.items():
+        enough = (one for one in found if one.made.memory.at_most(Tier.DEVICE) <= usable_bytes(size))
+        by_size[name] = next(enough, None)
+    names = [*GPUS]
+    shown = next((name for name in names[names.index(_COMMON) :] if by_size[name] is not None), None)
+    if shown is None:
+        text(console, f"Nothing fits up to {names[-1]} per rank: use more ranks, or a smaller model.", BAD)
+    elif (choice := by_size[shown]) is not None:
+        text(console, f"{shown} GPUs fit {choice.text}: {_needs(choice.made)}.", GOOD)
+        _show_settings(console, choice.asked, choice.made.config)
+    groups: dict[int, list[str]] = {}
+    for name, one in by_size.items():
+        groups.setdefault(-1 if one is None else found.index(one), []).append(name)
+    rows: list[tuple[str | Text, ...]] = []
+    for place, sizes in groups.items():
+        if place < 0:
+            rows.append((", ".join(sizes), Text("does not fit", style=BAD), "", ""))
+        else:
+            memory_of = found[place].made.memory
+            peaks = (short_size(memory_of.at_most(tier)) for tier in (Tier.DEVICE, Tier.HOST))
+            rows.append((", ".join(sizes), found[place].text, *peaks))
+    table(console, "By GPU", ("GPU", "fastest settings that fit", "device peak", "host peak"), rows, left=2)
+
+
+def _needs(made: Plan) -> str:
+    device, host = (made.memory.at_most(tier) for tier in (Tier.DEVICE, Tier.HOST))
+    return f"{short_size(device)} of device memory at peak{f', {short_size(host)} of host memory' if host else ''}"
+
+
+def _show_settings(console: Console, asked: Asked, config: ZeroConfig) -> None:
+    """Print a command and the same as code."""
+    trainer: dict[str, Any] = {} if asked.mixed_precision == "no" else {asked.mixed_precision: True}
+    trainer |= {} if asked.batch is None else {"per_device_train_batch_size": asked.batch}
+    trainer |= {"gradient_accumulation_steps": asked.accumulation} if asked.accumulation > 1 else {}
+    trainer |= {"gradient_checkpointing": True} if asked.gradient_checkpointing else {}
+    unused = () if config.is_auto else ("device_memory", "host_memory")
+    values = {item.name: getattr(config, item.name) for item in fields(ZeroConfig) if item.name not in unused}
+    stock = ZeroConfig()
+    settings = {name: value for name, value in values.items() if name == "stage" or value != getattr(stock, name)}
+    pasted(console, as_command(asked.world_size, settings, trainer))
+    for line in as_training_arguments(settings, trainer):
+        pasted(console, line)
+
+
+# Tables -------------------------------------------------------------------------------------------
 
 
 def _verdict(fits: bool) -> Text:
@@ -197,9 +301,32 @@ def _smallest_gpu(device_bytes: int) -> Text:
     return Text(f"none of {len(GPUS)}", style=BAD) if name is None else Text(name, style=GOOD)
 
 
-def show_plan(made: Plan, model: Model, source: str) -> None:
-    """Print one plan with all details."""
-    console, config, memory = Console(), made.config, made.memory
+def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
+    tiers = [tier for tier in TIERS if any(made.memory.at_peak(tier) for made in plans) or tier is Tier.DEVICE]
+    has_budget = any(any(made.budgets.rows()) for made in plans)
+    rows: list[list[str | Text]] = []
+    for made in plans:
+        states = [sum(made.memory.rest[tier][kind] for tier in TIERS) for kind in STATES]
+        sizes = [*states, *(made.memory.at_peak(tier) for tier in tiers)]
+        fits = _verdict(made.fits) if has_budget else _smallest_gpu(made.memory.at_most(Tier.DEVICE))
+        rows.append([str(made.config.stage), *map(short_size, sizes), fits])
+    peaks = [f"{tier.value} peak" for tier in tiers]
+    columns = ("stage", "params", "grads", "optim", *peaks, "fits" if has_budget else "GPU")
+    offload = asked.config.offloads or asked.gradient_checkpointing
+    caption = "params, grads, optim: between backward and step, over all tiers"
+    title = f"All stages, {'with the flags given' if offload else 'without offload or checkpointing'}, per rank"
+    table(console, title, columns, rows, caption=caption)
+
+
+def _pair(stored: int, peak: int) -> str:
+    if not peak:
+        return ""
+    return short_size(peak) if stored == peak else f"{short_size(stored)} → {short_size(peak)}"
+
+
+def _show_details(console: Console, made: Plan) -> None:
+    """Print one plan by kind and tier, its traffic and its reasons."""
+    memory = made.memory
     shown = [tier for tier in TIERS if memory.at_peak(tier) or tier is Tier.DEVICE]
     kinds = []
     for kind in KINDS:
@@ -213,206 +340,24 @@ def show_plan(made: Plan, model: Model, source: str) -> None:
     if limits:
         sums.append(["budget", *(short_size(limits[tier.value]) if tier.value in limits else "" for tier in shown)])
     if not limits.keys() & {"device", "together"}:
-        blank = [""] * (len(shown) - 1)
-        sums.append(["smallest GPU", _smallest_gpu(memory.at_most(Tier.DEVICE)), *blank])
-    title = (
-        f"{model.name}: {made.layout.numel:,} parameters, ZeRO stage {config.stage} on {ranks_text(made.world_size)}"
-    )
+        sums.append(["smallest GPU", _smallest_gpu(memory.at_most(Tier.DEVICE)), *[""] * (len(shown) - 1)])
     columns = ["per rank", *(tier.value for tier in shown)]
-    table(console, title, columns, kinds, sums, caption="between backward and step → at peak", fold=True)
-
+    caption = "between backward and step → at peak"
+    table(console, f"Stage {made.config.stage}", columns, kinds, sums, caption=caption)
     alone: dict[str, float | None] = {}
     for part, value in made.parts.items():
         road = part.split()[1]
         before = alone.get(road, 0.0)
         alone[road] = None if value is None or before is None else before + value
-    if alone:
-        rows = [
-            [
-                _ROADS.get(road, road),
-                short_size(getattr(made.traffic, road)) if road in ROADS else "",
-                seconds(alone[road]),
-            ]
-            for road in ("compute", *ROADS, "device", "host")
-            if road in alone
-        ]
-        whole = [["step, overlapped", "", seconds(made.step_s)]] if made.step_s is not None else []
-        table(console, "one step", ("", "moved per rank", "seconds alone"), rows, whole)
+    rows = [
+        [_ROADS.get(road, road), short_size(getattr(made.traffic, road)) if road in ROADS else "", seconds(alone[road])]
+        for road in ("compute", *ROADS, "device", "host")
+        if road in alone
+    ]
+    whole = [["step, overlapped", "", seconds(made.step_s)]] if made.step_s is not None else []
+    if rows:
+        table(console, "One step", ("", "moved per rank", "seconds alone"), rows, whole)
     for line in made.reasons:
-        text(console, f"· {worded(line)}")
-    _notes(console, model, source)
+        text(console, f"· {line}")
     if made.shortfall:
-        text(console, f"does not fit: {worded(made.shortfall)}", BAD)
-
-
-def _notes(console: Console, model: Model, source: str = "") -> None:
-    if model.source:
-        text(console, f"· {model.source}")
-    if source:
-        text(console, f"· sizes and speeds: {source}")
-
-
-def show_stages(plans: Sequence[Plan], model: Model, refused: dict[int, str]) -> None:
-    """Print stages side by side; `refused`: why others are missing."""
-    console = Console()
-    rows: list[list[str | Text]] = []
-    tiers = [tier for tier in TIERS if any(made.memory.at_peak(tier) for made in plans) or tier is Tier.DEVICE]
-    has_budget = any(any(made.budgets.rows()) for made in plans)
-    for made in plans:
-        states = [sum(made.memory.rest[tier][kind] for tier in TIERS) for kind in STATES]
-        sizes = [*states, *(made.memory.at_peak(tier) for tier in tiers)]
-        fits = _verdict(made.fits) if has_budget else _smallest_gpu(made.memory.at_most(Tier.DEVICE))
-        rows.append([str(made.config.stage), *map(short_size, sizes), fits])
-    if plans:
-        title = f"{model.name}: {plans[0].layout.numel:,} parameters on {ranks_text(plans[0].world_size)}, per rank"
-        peaks = [f"{tier.value} peak" for tier in tiers]
-        columns = ("stage", "params", "grads", "optim", *peaks, "fits" if has_budget else "GPU")
-        caption = "params, grads, optim: between backward and step, over all tiers"
-        if not has_budget:
-            caption += f"; GPU: the smallest of {', '.join(GPUS)} with room"
-        table(console, title, columns, rows, caption=caption, left=1, fold=True)
-    for stage, why in refused.items():
-        text(console, f"stage {stage}: {worded(why)}")
-    equal = {
-        made.config.stage: made.memory for made in plans if made.config.policy.shard and made.config.policy.keep_full
-    }
-    if len({(memory.states, memory.at_peak(Tier.DEVICE)) for memory in equal.values()}) < len(equal):
-        text(
-            console,
-            f"· stages {' and '.join(map(str, equal))} are equal here: from stage 1 on only the owner stores a gradient (the "
-            "paper's stage 1 keeps it on all ranks); they differ with --accumulation above 1, where stage 1 sends less and "
-            "holds more",
-        )
-    if plans and plans[0].inputs.batch is None:
-        text(console, "· activations are not counted in this table: --batch ROWS counts them")
-    _notes(console, model)
-
-
-def show_recommend(found: Sequence[Choice], asked: Asked) -> None:
-    """Print the cheapest settings that fit the budget, or each size of GPU."""
-    console, limit = Console(), asked.budgets.device
-    if not found:
-        return
-    batch = found[0].made.inputs.batch
-    counted = (
-        "without activations"
-        if batch is None or not batch.architecture
-        else f"with {batch.rows} x {batch.sequence:,} tokens"
-    )
-    if limit is not None:
-        choice = first_that_fits(found, asked.budgets)
-        if choice is not None:
-            _paste(console, f"fits {size_text(limit)}", choice, asked, counted)
-        return
-    text(console, "")
-    text(console, f"What to use ({counted} per rank), by the memory of each GPU:", "bold")
-    groups: dict[int, list[str]] = {}
-    for name, size in GPUS.items():
-        choice = first_that_fits(found, replace(asked.budgets, device=usable_bytes(size)))
-        groups.setdefault(found.index(choice) if choice else -1, []).append(name)
-    for place, names in groups.items():
-        if place < 0:
-            text(console, f"{', '.join(names)}: nothing fits on {ranks_text(asked.options.world_size)}", BAD)
-        else:
-            _paste(console, ", ".join(names), found[place], asked)
-
-
-def _paste(console: Console, what: str, choice: Choice, asked: Asked, counted: str = "") -> None:
-    device, host = (choice.made.memory.at_most(tier) for tier in (Tier.DEVICE, Tier.HOST))
-    beside = f", host {short_size(host)}" if host else ""
-    needed = f"{short_size(device)} of device memory at peak{beside}{', ' if counted else ''}{counted}"
-    text(console, f"{what}: {choice.text} ({needed})", GOOD)
-    for line in as_typed(choice, asked):
-        pasted(console, line)
-
-
-def show_remedies(found: Sequence[tuple[str, int, int, bool]], best: tuple[Choice, Asked] | None, asked: Asked) -> None:
-    """Print what each change saves, largest first; then settings that fit."""
-    console, limit = Console(), asked.budgets.device
-    if found:
-        rows: list[list[str | Text]] = [
-            [worded(change), short_size(saved), short_size(then), _verdict(fits)] for change, saved, then, fits in found
-        ]
-        table(console, "what one change gains, per rank", ("change", "less on the device", "then", "fits"), rows)
-    if best is not None and limit is not None:
-        _paste(console, f"fits {size_text(limit)}", *best)
-    elif not any(fits for *_, fits in found):
-        text(console, "nothing fits, all of it together neither: more memory, or a smaller model")
-
-
-# sweep --------------------------------------------------------------------------------------------------------------
-
-
-def show_sweep(rows: Sequence[dict[str, Any]], model: Model) -> None:
-    """Print device memory of model states by stage, offload and ranks, with the paper's count, and the ranks for GPU sizes."""
-    console = Console()
-    by_stage: dict[int, list[list[str]]] = {}
-    paper: dict[int, dict[int, str]] = {}
-    ranks = sorted({row["world_size"] for row in rows})
-    least: list[list[str | Text]] = []
-    for (stage, offload), by_ranks in _series(rows).items():
-        cells = [short_size(by_ranks[n]["states_bytes_by_tier"]["device"]) if n in by_ranks else "" for n in ranks]
-        by_stage.setdefault(stage, []).append([str(stage), offload, *cells])
-        found = {n: short_size(row["zero_paper_states_bytes_per_rank"]) for n, row in by_ranks.items()}
-        paper[stage] = paper.get(stage, {}) | found
-        least.append([str(stage), offload])
-        for size in map(usable_bytes, GPUS.values()):
-            fits = (n for n, row in sorted(by_ranks.items()) if row["states_bytes_by_tier"]["device"] <= size)
-            first = next(fits, None)
-            least[-1].append(Text("-", style=BAD) if first is None else Text(f"{first:,}", style=GOOD))
-    sections = [[*of, [str(stage), "paper", *(paper[stage][n] for n in ranks)]] for stage, of in by_stage.items()]
-    title = (
-        f"{model.name}: {rows[0]['parameters']:,} parameters, model states on the device, per rank, by number of ranks"
-    )
-    caption = (
-        "paper: all states as arXiv 1910.02054, figure 1, counts them (fp16, K = 12), without offload. Stage 0 offloads on one "
-        "rank alone. Stages 1 and 2 are equal: from stage 1 on only the owner stores a gradient."
-    )
-    columns = ("stage", "offload", *(f"{n:,}" for n in ranks))
-    table(console, title, columns, *sections, caption=caption, left=2, fold=True)
-    title, caption = (
-        "ranks from which the model states fit a GPU",
-        "activations need more room: hf-zero plan --batch",
-    )
-    table(console, title, ("stage", "offload", *GPUS), least, caption=caption, left=2)
-    _notes(console, model)
-
-
-def _series(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[int, dict[str, Any]]]:
-    out: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        out.setdefault((row["stage"], row["offload"]), {})[row["world_size"]] = row
-    return out
-
-
-def draw_sweep(rows: Sequence[dict[str, Any]], name: str, path: str) -> None:
-    """Draw model states on the device over ranks, with lines for the sizes of GPUs."""
-    with needs("plot"):
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    names: dict[tuple[tuple[int, float], ...], list[tuple[int, str]]] = {}
-    for key, by_ranks in _series(rows).items():
-        points = [(ranks, row["states_bytes_by_tier"]["device"]) for ranks, row in by_ranks.items()]
-        shown = tuple(point for point in points if point[1] > 0)  # the axis is logarithmic
-        if shown:
-            names.setdefault(shown, []).append(key)
-    for line, keys in names.items():  # equal curves are one line
-        label = "; ".join(f"stage {stage}" + (f", {offload}" if offload != "none" else "") for stage, offload in keys)
-        style = "-" if any(offload == "none" for _, offload in keys) else "--"
-        axes.plot(*zip(*line), style, marker="o", markersize=3, label=label)
-    most = max(row["world_size"] for row in rows)
-    for gpu, size in GPUS.items():
-        axes.axhline(usable_bytes(size), color="0.5", linewidth=0.8, linestyle=":")
-        axes.annotate(gpu, (most, usable_bytes(size)), color="0.35", fontsize=8, ha="right", va="bottom")
-    axes.set(xlabel="ranks", ylabel="model states per rank on the device")
-    axes.set_yscale("log", base=2)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_size(value)))
-    axes.set_title(f"{name}: {rows[0]['parameters']:,} parameters")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+        text(console, f"does not fit: {made.shortfall}", BAD)

@@ -10,8 +10,9 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ TOLERANCE = 0.05
 SMALL_BYTES = 1 << 20
 MUCH_WAITING = 0.2
 """Share of a step spent waiting for one thing that is reported."""
-SLOWEST = 5
 MAX_BYTES = 4 << 30
 """Largest file of one rank: some million steps."""
 BETWEEN = "between steps (data, evaluation, saving)"
@@ -218,11 +218,10 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "steps": len(run.steps),
     }
     if not run.steps:
-        verdict = {"topic": "state", "ok": None, "text": "the first step is not over yet"}
+        verdict = {"topic": "Verdict", "ok": None, "value": "Started", "text": "the first step is not over yet"}
         return {**out, "notes": notes, "verdict": [verdict]}
     facts, waits = run.facts, {road: run.median("wait_s", road) for road in WAITS}
     median, between = run.median("seconds"), run.median("between_s")
-    slowest = sorted(run.steps, key=lambda step: step["seconds"], reverse=True)[:SLOWEST]
     process = {name: run.process_peak(name) for name in run.steps[-1]["process"]}
     config = facts["config"]
     out |= {
@@ -233,7 +232,6 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "memory": list(_memory_rows(run)),
         "limits": {name: config[name] for name in ("device_memory", "host_memory") if config.get(name)},
         "process": process,
-        "outside": list(_outside(run, process)),
         "traffic": list(_traffic_rows(run)),
         "time": {
             "total_s": run.steps[-1]["at_s"],
@@ -246,12 +244,11 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "batch": {name: run.median(name) * int(facts["world_size"]) for name in ("samples", "tokens")},
         "throughput": throughput(runs),
         "losses": [{"step": log["step"], **log["values"]} for log in run.logs],
-        "slowest": [{"step": s["step"], "seconds": s["seconds"], "most": _largest_part(s)} for s in slowest],
         "ranks": [_rank_row(each) for each in runs],
         "notes": notes,
     }
     out["warnings"] = list(_warnings(out))
-    out["verdict"] = [{"topic": topic, "ok": ok, "text": text} for topic, ok, text in _verdict(out)]
+    out["verdict"] = [dict(zip(("topic", "ok", "value", "text"), row)) for row in _verdict(out)]
     return out
 
 
@@ -291,43 +288,6 @@ def parts_of(step: Mapping[str, Any]) -> dict[str, float]:
     return {COMPUTE: rest, **waits, BETWEEN: between}
 
 
-def _largest_part(step: Mapping[str, Any]) -> str:
-    name, most_s = max(parts_of(step).items(), key=lambda part: part[1])
-    return f"{most_s:.3f} s {name}"
-
-
-def _outside(run: Run, highest: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Divide the memory that the system and torch's allocator report.
-
-    The engine counts its own allocations. All other memory is Python and libraries, present
-    before the first step, and activations, temporaries and allocator reserves.
-    """
-    counted_label = "counted by hf_zero (parameters, gradients, optimizer state, buffers)"
-    start, on_cpu = run.facts.get("start"), run.facts["machine"]["device"] == "cpu"
-    if start and highest.get("rss peak"):
-        tiers = ("device", "host") if on_cpu else ("host",)
-        counted = max(sum(step["peak"].get(tier, {}).get("all", 0) for tier in tiers) for step in run.steps)
-        before = max(0, start["process"].get("rss", 0) - sum(start["counted"].get(tier, 0) for tier in tiers))
-        in_training = highest["rss peak"] > start["process"].get("rss peak", 0)
-        peak = highest["rss peak"] if in_training else highest.get("rss", 0)
-        parts = {
-            counted_label: min(counted, peak),
-            "Python, libraries and data before the first step": min(before, max(0, peak - counted)),
-            "activations, temporaries, allocator": max(0, peak - counted - before),
-        }
-        note = "" if in_training else f"It was higher before training: {size_text(highest['rss peak'])}."
-        yield {"what": "process memory", "peak": peak, "parts": parts, "note": note}
-    if allocated := highest.get("device allocated peak"):
-        counted = run.peak("device", "all")
-        reserved = max(allocated, highest.get("device reserved peak", 0))
-        parts = {
-            counted_label: min(counted, allocated),
-            "activations, temporaries": max(0, allocated - counted),
-            "reserved by torch's allocator": reserved - allocated,
-        }
-        yield {"what": "device memory (torch)", "peak": reserved, "parts": parts, "note": ""}
-
-
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
     predicted = run.facts["predicted"]["peak"]
     for tier in (tier.value for tier in TIERS):
@@ -354,36 +314,28 @@ def _relative(planned: float, found: float) -> float | None:
     return (found - planned) / planned if planned else None
 
 
-def _verdict(out: dict[str, Any]) -> Iterator[tuple[str, bool | None, str]]:
-    """Yield (topic, ok, text) of state, memory, speed, time and loss."""
-    of = f" of {out['max_steps']:,}" if out["max_steps"] else ""
-    if out["state"] == "ended":
-        yield "state", True, f"finished after step {out['last_step']:,}{of}"
-    else:
-        ago = duration(out["last_written_s_ago"])
-        yield "state", None, f"in progress or killed: step {out['last_step']:,}{of}, last written {ago} ago"
-    for row in out["memory"]:
-        if row["kind"] == "all":
-            off = "" if row["off"] is None else f" ({row['off']:+.1%})"
-            text = f"{size_text(row['counted'])} at peak, {size_text(row['predicted'])} planned{off}"
-            yield f"{row['tier']} memory", not _is_above(row), text
-    for each in out["outside"]:
-        parts = ", ".join(f"{size_text(size)} {name}" for name, size in each["parts"].items() if size)
-        yield each["what"], None, f"{size_text(each['peak'])} at peak: {parts}"
-    spent, rate = out["time"], out["throughput"]
-    about = "about " if rate["is_estimate"] else ""
-    named = ((rate[f"{name}_per_s"], name) for name in ("tokens", "samples"))
-    speeds = [f"{about}{value:,.4g} {name}/s" for value, name in named if value]
-    yield "speed", None, ", ".join([*speeds, f"{spent['step_s']:.3g} s per step (median)"])
-    parts_s = out["ranks"][0]["parts_s"]
-    if whole := sum(parts_s.values()):
-        most = sorted(parts_s.items(), key=lambda part: part[1], reverse=True)[:3]
-        texts = [f"{seconds / whole:.0%} {name}" for name, seconds in most if seconds / whole >= 0.005]
-        waited = max(spent["wait_s"].values(), default=0.0)
-        yield "time", waited <= MUCH_WAITING * spent["step_s"], ", ".join(texts)
+def _verdict(out: dict[str, Any]) -> Iterator[tuple[str, bool | None, str, str]]:
+    """Yield (topic, ok, value, text) of what a reader wants first: loss, speed, memory, time, verdict."""
+    wrong = [f"{row['tier']} memory above the plan" for row in out["memory"] if row["kind"] == "all" and _is_above(row)]
     losses = [log["loss"] for log in out["losses"] if "loss" in log]
     if losses:
-        yield "loss", None if math.isfinite(losses[-1]) else False, f"{losses[0]:.4g} → {losses[-1]:.4g}"
+        is_number = math.isfinite(losses[-1])
+        yield "Loss", None if is_number else False, f"{losses[-1]:.4g}", f"from {losses[0]:.4g}"
+        wrong += [] if is_number else ["loss not finite"]
+    rates = ((name, out["throughput"][f"{name}_per_s"]) for name in ("tokens", "samples"))
+    name, rate = next((each for each in rates if each[1]), ("samples", None))
+    about = "estimated for all ranks" if out["throughput"]["is_estimate"] else "all ranks"
+    yield f"{name.capitalize()}/s", None, f"{rate:,.4g}" if rate else "–", about
+    on_device, process = (max(row[f"{of}_peak_bytes"] for row in out["ranks"]) for of in ("allocated", "rss"))
+    kind = "device memory" if on_device else "process memory, with Python and libraries"
+    yield "Peak memory", None, size_text(on_device or process), f"{kind}, highest rank"
+    yield "Time", None, duration(out["time"]["total_s"]), f"{out['steps']:,} steps of {out['time']['step_s']:.3g} s"
+    is_over, of = out["state"] == "ended", f" of {out['max_steps']:,}" if out["max_steps"] else ""
+    state = f"{'finished after' if is_over else 'in progress or killed:'} step {out['last_step']:,}{of}"
+    state += "" if is_over else f", last written {duration(out['last_written_s_ago'])} ago"
+    value = "Check" if wrong else "Finished" if is_over else "Not finished"
+    ok = False if wrong else True if is_over else None
+    yield "Verdict", ok, value, f"{state}; {', '.join(wrong) or 'memory within the plan'}"
 
 
 def _warnings(out: dict[str, Any]) -> Iterator[str]:
@@ -398,18 +350,7 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
                 f"{KIND_LABELS[most['kind']]} ({size_text(most['counted'])}, "
                 f"{size_text(most['predicted'])} planned)."
             )
-    for row in out["traffic"]:
-        if _is_above(row):
-            share = "" if row["off"] is None else f" ({row['off']:+.0%})"
-            counted, planned = size_text(row["counted"]), size_text(row["predicted"])
-            yield f"{LABELS[row['road']][0]}: {counted} per step, {planned} planned{share}."
     spent = out["time"]
-    planned_s = spent["predicted_step_s"]
-    if planned_s and spent["step_s"] > (1 + TOLERANCE) * planned_s:
-        yield (
-            f"A step takes {spent['step_s']:.3f} s, planned {planned_s:.3f} s. The plan assumes perfect "
-            "overlap; `hf-zero probe` measures this machine's speeds again."
-        )
     for road, waited in spent["wait_s"].items():
         if waited > MUCH_WAITING * spent["step_s"]:
             label, advice = LABELS[road]
@@ -431,69 +372,66 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[dict[s
         Rows (`what`, both `values`, relative `change`, `unit`: bytes, s, 1/s or none), and one
         sentence for each kind of measurement that was left out.
     """
-    left_out: list[str] = []
-    same_model = one["facts"]["parameters"] == other["facts"]["parameters"]
     devices = [out["facts"]["machine"]["device"].partition(":")[0] for out in (one, other)]
-    if not same_model:
-        left_out.append("The models have different sizes: memory, speed and loss are not compared.")
-    elif devices[0] != devices[1]:
-        left_out.append(f"The runs used different devices ({' and '.join(devices)}): speed is not compared.")
-    one_batch, other_batch = one["batch"].values(), other["batch"].values()
-    same_work = all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(one_batch, other_batch))
-    if same_model and not same_work:
-        left_out.append("The runs have different batches per step: the time of a step is not compared.")
-    pairs = list(zip(_settings(one), _settings(other)))
-    if same_model:
-        pairs += zip(_memory_figures(one), _memory_figures(other))
-        if devices[0] == devices[1]:
-            pairs += zip(_speed_figures(one, same_work), _speed_figures(other, same_work))
-        pairs += _loss_pairs(one, other)
+    batches = zip(one["batch"].values(), other["batch"].values())
+    left_out = {
+        "model": "The models have different sizes: memory, speed and loss are not compared.",
+        "device": f"The runs used different devices ({' and '.join(devices)}): speed is not compared.",
+        "work": "The runs have different batches per step: the time of a step is not compared.",
+    }
+    if one["facts"]["parameters"] == other["facts"]["parameters"]:
+        del left_out["model"]
+    if devices[0] == devices[1]:
+        del left_out["device"]
+    if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in batches):
+        del left_out["work"]
+    figures = [
+        (what, unit, value(one), value(other)) for what, unit, needs, value in _FIGURES if not left_out.keys() & needs
+    ]
+    if "model" not in left_out:
+        figures += _loss_figures(one, other)
     rows = []
-    for (what, unit, a), (_, _, b) in pairs:
+    for what, unit, a, b in figures:
         if a is not None or b is not None:
             numbers = unit != "setting" and isinstance(a, (int, float)) and isinstance(b, (int, float))
             change = _relative(a, b) if numbers else None
             rows.append({"what": what, "unit": unit.replace("setting", ""), "values": [a, b], "change": change})
-    return rows, left_out
+    kept = ("model",) if "model" in left_out else tuple(left_out)
+    return rows, [left_out[name] for name in kept]
 
 
-Figure = tuple[str, str, Any]
-"""(what, unit, value)."""
+def _highest(out: dict[str, Any], key: str, tier: str | None = None) -> int | None:
+    """The value of the highest rank; None where no rank has any."""
+    return max(row[key] if tier is None else row[key][tier] for row in out["ranks"]) or None
 
 
-def _settings(out: dict[str, Any]) -> Iterator[Figure]:
-    facts = out["facts"]
-    yield "model", "setting", facts.get("about", {}).get("model")
-    yield "parameters", "setting", facts["parameters"]
-    yield "stage", "setting", facts["stage"]
-    yield "ranks", "setting", facts["world_size"]
-    for name, label in (("offload_optimizer", "optimizer offload"), ("offload_params", "parameter offload")):
-        yield label, "setting", facts["config"].get(name)
-    yield "steps", "setting", out["steps"]
+_SPEED = {"model", "device"}
+_FIGURES: tuple[tuple[str, str, set[str], Callable[[dict[str, Any]], Any]], ...] = (
+    ("model", "setting", set(), lambda out: out["facts"].get("about", {}).get("model")),
+    ("parameters", "setting", set(), lambda out: out["facts"]["parameters"]),
+    ("stage", "setting", set(), lambda out: out["facts"]["stage"]),
+    ("ranks", "setting", set(), lambda out: out["facts"]["world_size"]),
+    ("optimizer offload", "setting", set(), lambda out: out["facts"]["config"].get("offload_optimizer")),
+    ("parameter offload", "setting", set(), lambda out: out["facts"]["config"].get("offload_params")),
+    ("steps", "setting", set(), lambda out: out["steps"]),
+    *((f"{tier.value} memory, highest rank", "bytes", {"model"}, partial(_highest, key="peak_bytes", tier=tier.value))
+      for tier in TIERS),
+    ("torch's device memory, highest rank", "bytes", {"model"}, partial(_highest, key="allocated_peak_bytes")),
+    ("process memory, highest rank", "bytes", {"model"}, partial(_highest, key="rss_peak_bytes")),
+    ("time per step (median)", "s", {*_SPEED, "work"}, lambda out: out["time"]["step_s"]),
+    ("waiting per step (median)", "s", {*_SPEED, "work"}, lambda out: out["ranks"][0]["wait_s"]),
+    ("sent per step", "bytes", {*_SPEED, "work"},
+     lambda out: sum(row["counted"] for row in out["traffic"] if row["road"] in COLLECTIVES)),
+    ("tokens/s", "1/s", _SPEED, lambda out: out["throughput"]["tokens_per_s"]),
+    ("samples/s", "1/s", _SPEED, lambda out: out["throughput"]["samples_per_s"]),
+)  # fmt: skip
+"""(what, unit, what must be equal for a comparison, value)."""
 
 
-def _memory_figures(out: dict[str, Any]) -> Iterator[Figure]:
-    for tier in (tier.value for tier in TIERS):
-        yield f"{tier} memory, highest rank", "bytes", max(row["peak_bytes"][tier] for row in out["ranks"]) or None
-    for key, what in (("allocated_peak_bytes", "torch's device memory"), ("rss_peak_bytes", "process memory")):
-        yield f"{what}, highest rank", "bytes", max(row[key] for row in out["ranks"]) or None
-
-
-def _speed_figures(out: dict[str, Any], same_work: bool) -> Iterator[Figure]:
-    if same_work:
-        yield "time per step (median)", "s", out["time"]["step_s"]
-        yield "waiting per step (median)", "s", out["ranks"][0]["wait_s"]
-        sent = sum(row["counted"] for row in out["traffic"] if row["road"] in COLLECTIVES)
-        yield "sent per step", "bytes", sent
-    for name in ("tokens", "samples"):
-        yield f"{name}/s", "1/s", out["throughput"][f"{name}_per_s"]
-
-
-def _loss_pairs(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[Figure, Figure]]:
+def _loss_figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
     """Losses at the last step that both runs logged."""
     for name, label in (("loss", "loss"), ("eval_loss", "evaluation loss")):
-        found = [{log["step"]: log[name] for log in out["losses"] if name in log} for out in (one, other)]
-        if common := found[0].keys() & found[1].keys():
+        a, b = ({log["step"]: log[name] for log in out["losses"] if name in log} for out in (one, other))
+        if common := a.keys() & b.keys():
             step = max(common)
-            what = f"{label} at step {step:,}"
-            yield (what, "", found[0][step]), (what, "", found[1][step])
+            yield f"{label} at step {step:,}", "", a[step], b[step]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,9 @@ from rich.text import Text
 from ..config import size_text
 from ..errors import ConfigError, needs
 from ..plan.costs import TIERS
-from ..plan.report import duration
-from .commands import print_json
 from .files import writable
 from .report import KIND_LABELS, LABELS, Run, differences, read_all, summary
-from .show import ranks_text, seconds, table, text
+from .show import print_json, ranks_text, table, text
 
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
 """Mark and style of a verdict's `ok`."""
@@ -119,41 +116,11 @@ def details_of(out: dict[str, Any]) -> str:
     )
 
 
-def tiles_of(out: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
-    """(label, value, explanation, ok) of the numbers that a reader wants first."""
-    losses = [log["loss"] for log in out["losses"] if "loss" in log]
-    rate, name = next(
-        (
-            (out["throughput"][f"{name}_per_s"], name)
-            for name in ("tokens", "samples")
-            if out["throughput"][f"{name}_per_s"]
-        ),
-        (None, "samples"),
-    )
-    ranks = out["ranks"]
-    on_device = max(row["allocated_peak_bytes"] for row in ranks)
-    peak = on_device or max(row["rss_peak_bytes"] for row in ranks)
-    failed = [said["topic"] for said in out["verdict"] if said["ok"] is False and said["topic"] != "time"]
-    state = "Finished" if out["state"] == "ended" else "Not finished"
-    wrong = ", ".join(f"{topic} {'not finite' if topic == 'loss' else 'above the plan'}" for topic in failed)
-    about_state = f"{out['verdict'][0]['text']}; {wrong or 'memory within the plan'}"
-    loss_ok = False if losses and not math.isfinite(losses[-1]) else None
-    spent = out["time"]
-    about = "estimated for all ranks" if out["throughput"]["is_estimate"] else "all ranks"
-    return [
-        ("Loss", f"{losses[-1]:.4g}" if losses else "–", f"from {losses[0]:.4g}" if losses else "not logged", loss_ok),
-        (f"{name.capitalize()}/s", f"{rate:,.4g}" if rate else "–", about, None),
-        ("Peak memory", size_text(peak), f"{'device' if on_device else 'process'} memory, highest rank", None),
-        ("Time", duration(spent["total_s"]), f"{out['steps']:,} steps of {spent['step_s']:.3g} s", None),
-        ("Verdict", "Check" if failed else state, about_state, not failed if state == "Finished" or failed else None),
-    ]
-
-
 def in_short(out: dict[str, Any]) -> str:
     """Summarise the run in one line."""
-    loss, rate, memory, spent, said = tiles_of(out)
-    parts = [f"loss {loss[1]} ({loss[2]})", f"{rate[1]} {rate[0].lower()}", f"{memory[1]} of {memory[2]}", spent[1]]
-    return f"{names_of([out])[0]}: {said[2]}; {'; '.join(parts)}"
+    *numbers, state = out["verdict"]
+    parts = (f"{said['topic'].lower()} {said['value']}" for said in numbers)
+    return f"{names_of([out])[0]}: {state['text']}; {'; '.join(parts)}"
 
 
 def verdict(out: dict[str, Any], console: Console) -> None:
@@ -164,7 +131,7 @@ def verdict(out: dict[str, Any], console: Console) -> None:
         text(console, details_of(out), "dim")
     for said in out["verdict"]:
         mark, style = MARKS[said["ok"]]
-        line = Text.assemble((f"{mark} ", style), (f"{said['topic']}: ", "bold"), said["text"])
+        line = Text.assemble((f"{mark} ", style), (f"{said['topic']}: {said['value']}, ", "bold"), said["text"])
         console.print(line, highlight=False)
     for kind, label in (("warnings", "warning"), ("notes", "note")):
         for line in out.get(kind, ()):
@@ -205,20 +172,14 @@ def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequenc
     planned = out["time"]["predicted_step_s"]
     plan = "" if planned is None else f"; planned {planned:.4g} s"
     yield f"Time of a step ({out['time']['step_s']:.4g} s, median{plan})", ("", *rank_names), parts
-    for each in out["outside"]:
-        rows = [(name, size_text(size), percent(size / each["peak"])) for name, size in each["parts"].items()]
-        note = f" {each['note']}" if each["note"] else ""
-        yield f"{each['what'].capitalize()}: {size_text(each['peak'])} at peak.{note}", ("", "size", "share"), rows
     moved = [(LABELS[row["road"]][0], *_against(row)) for row in out["traffic"]]
     if moved:
         yield "Bytes sent and moved per step (median)", against, moved
-    slow = [(str(step["step"]), seconds(step["seconds"]), step["most"]) for step in out["slowest"]]
-    yield "Slowest steps", ("step", "seconds", "largest part"), slow
 
 
 def figures(out: dict[str, Any], console: Console) -> None:
     for title, columns, rows in tables_of(out):
-        table(console, title, columns, rows, fold=len(columns) > 4)
+        table(console, title, columns, rows)
 
 
 def _against(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -282,7 +243,6 @@ def page(
                 "name": name,
                 "title": title_of(out),
                 "details": details_of(out),
-                "tiles": tiles_of(out),
                 "tables": list(tables_of(out)),
             }
             for name, out in zip(names_of(outs), outs)

@@ -1,8 +1,11 @@
-"""Tables and text that all commands print."""
+"""Tables, text, JSON and settings to paste, as all commands print them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,31 +17,9 @@ Row = Sequence[str | Text]
 
 
 def table(
-    console: Console,
-    title: str,
-    columns: Row,
-    *sections: Iterable[Row],
-    caption: str = "",
-    left: int = 1,
-    fold: bool = False,
+    console: Console, title: str, columns: Row, *sections: Iterable[Row], caption: str = "", left: int = 1
 ) -> None:
-    """Print a title, sections of rows and a caption. All but the first `left` columns are numbers.
-
-    `fold`: split a table that is too wide into several with the same left columns.
-    """
-    parts = [list(rows) for rows in sections]
-    chosen = [list(range(len(columns)))]
-    if fold:
-        chosen = _folded(console, columns, parts, left)
-    text(console, title, "bold")
-    for keep in chosen:
-        rows = [[[row[at] for at in keep] for row in rows] for rows in parts]
-        console.print(_table([columns[at] for at in keep], rows, left))
-    if caption:
-        text(console, caption, "italic")
-
-
-def _table(columns: Row, sections: Iterable[Iterable[Row]], left: int) -> Table:
+    """Print a title, sections of rows and a caption. All but the first `left` columns are numbers."""
     made = Table()
     for place, column in enumerate(columns):
         made.add_column(column, justify="left" if place < left else "right", overflow="fold")
@@ -46,24 +27,10 @@ def _table(columns: Row, sections: Iterable[Iterable[Row]], left: int) -> Table:
         for row in rows:
             made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
         made.add_section()
-    return made
-
-
-def _folded(console: Console, columns: Row, sections: Sequence[Sequence[Row]], left: int) -> list[list[int]]:
-    """Choose the columns of each table: the left ones in all, and as many others as fit."""
-    wide = Console(width=10_000)
-
-    def width(keep: Sequence[int]) -> int:
-        rows = [[[row[at] for at in keep] for row in rows] for rows in sections]
-        return wide.measure(_table([columns[at] for at in keep], rows, left)).maximum
-
-    out, keep = [], list(range(left))
-    for at in range(left, len(columns)):
-        if len(keep) > left and width([*keep, at]) > console.width:
-            out.append(keep)
-            keep = list(range(left))
-        keep.append(at)
-    return [*out, keep]
+    text(console, title, "bold")
+    console.print(made)
+    if caption:
+        text(console, caption, "italic")
 
 
 def ranks_text(count: int) -> str:
@@ -90,3 +57,42 @@ def pasted(console: Console, line: str) -> None:
 
 def text(console: Console, line: str, style: str | None = None) -> None:
     console.print(line, style=style, markup=False, highlight=False)
+
+
+def print_json(values: Any) -> None:
+    print(json.dumps(values, indent=1))
+
+
+# Settings to paste --------------------------------------------------------------------------------
+
+
+def as_flags(settings: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
+    """Write settings of `ZeroConfig` and arguments of the Trainer as flags; False values are left out."""
+    values = {**{f"zero_{name}": value for name, value in settings.items()}, **trainer}
+    words = []
+    for name, value in values.items():
+        if value is not False:
+            given = ",".join(value) if isinstance(value, tuple) else value
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [shlex.quote(str(given))])]
+    return " ".join(words)
+
+
+def as_plugin(settings: Mapping[str, Any]) -> str:
+    """Write settings as Python code."""
+    return f"zero.ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+
+def as_command(ranks: int | None, settings: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
+    """Write the command of a script with `zero.ZeroTrainingArguments`; None: the number of ranks is not known."""
+    nodes = f"--nnodes {ranks // 8} " if ranks is not None and ranks > 8 and ranks % 8 == 0 else ""
+    each = "RANKS" if ranks is None else 8 if nodes else ranks
+    return f"torchrun {nodes}--nproc-per-node {each} train.py --output-dir out {as_flags(settings, trainer)}".strip()
+
+
+def as_training_arguments(settings: Mapping[str, Any], trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the same settings as code."""
+    yield "TrainingArguments("
+    values = {"output_dir": "out", **trainer}
+    yield from (f"    {name}={value!r}," for name, value in values.items())
+    yield f"    parallelism_config={as_plugin(settings)},"
+    yield ")"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,82 +18,41 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..comm.recorded import absent_ranks, recorded_wire
-from ..config import ZeroConfig
+from ..config import ZeroConfig, size_text
 from ..diagnostics.usage import predicted
-from ..errors import ConfigError, needs
+from ..errors import ConfigError
 from ..params.engine import Engine
 from ..params.shard import shard
-from ..plan.configs import CONFIGS
 from ..plan.machine import Machine
-from ..plan.timeline import LINKS, Computed, Event, Link, Network, Operation, Processor, StepTime, step_time
+from ..plan.shapes import Shape
+from ..plan.timeline import LINKS, Link, Network, Operation
 from ..tiers.tier import Tier
-from .commands import SimulateOptions, print_json
-from .files import writable
-from .show import table
+from .models import What, adapter_base, model_of
+from .show import print_json, ranks_text, table
 
 WARM_UP_STEPS = 3
 """Steps after which the engine knows the order of use."""
 
 
 class Record(TorchDispatchMode):
-    """Collectives and work, in order. Entered as a context it also counts the work."""
+    """Collectives in order. Entered as a context it also counts the operations of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
-
-    @property
-    def operations(self) -> list[Operation]:
-        return [event for event in self.events if isinstance(event, Operation)]
+        self.operations: list[Operation] = []
+        self.flops = 0
 
     def issued(
         self, kind: str, bytes_: int, unit: str, phase: str, ranks: int, stride: int, is_all_reduce: bool
     ) -> None:
-        self.events.append(Operation(kind, bytes_, unit, phase, ranks, stride, is_all_reduce))
+        self.operations.append(Operation(kind, bytes_, unit, phase, ranks, stride, is_all_reduce))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            self.events.append(Computed(int(count(*args, **(kwargs or {}), out_val=out))))
-        elif func.namespace == "aten" and (moved := moved_bytes(func, args, kwargs or {}, out)):
-            self.events.append(Computed(bytes=moved))
+            self.flops += int(count(*args, **(kwargs or {}), out_val=out))
         return out
-
-
-_FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift")
-"""Prefixes of operations that move no bytes, which their schema does not tell."""
-_ROWS = ("embedding", "index", "index_select", "gather")
-"""Operations that read as many bytes of their first tensor as they return."""
-
-
-def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that an operation other than a matrix product reads and writes.
-
-    Each argument and each result counts once, an argument that is written in place twice, and a view nothing.
-    """
-    name = func._schema.name.removeprefix("aten::")
-    schema = func._schema.arguments
-    # The schema of fused optimizers says that gradients are written; they are only with a gradient scaler.
-    places = [argument.alias_info if argument.name != "grads" else None for argument in schema]
-    if name.startswith(_FREE) or any(place is not None and not place.is_write for place in places):
-        return 0
-    made = _nbytes(tree_flatten(out)[0])
-    if name in _ROWS:
-        return 2 * made
-    if any(place is not None for place in places):  # the result is what was written
-        given = [kwargs.get(argument.name, args[at] if at < len(args) else None) for at, argument in enumerate(schema)]
-        made = _nbytes(tree_flatten([value for value, place in zip(given, places) if place is not None])[0])
-    return made + _nbytes(tree_flatten((args, kwargs))[0])
-
-
-def _nbytes(leaves: Iterable[Any]) -> int:
-    """Return the bytes of all tensors; expanded ones count as stored."""
-    return sum(
-        min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
-        for leaf in leaves
-        if isinstance(leaf, Tensor)
-    )
 
 
 def recorded_step(
@@ -115,7 +75,7 @@ def recorded_step(
     engine = shard(model, optimizer, config, mixed_precision=mixed_precision, open_wire=open_wire)
     for _ in range(WARM_UP_STEPS):
         _step(engine, optimizer, loss, accumulation)
-    record.events = []
+    record.operations, record.flops = [], 0
     with record:
         _step(engine, optimizer, loss, accumulation)
     return record, engine
@@ -132,173 +92,125 @@ def _step(
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """A recorded step on a number of ranks, and its time."""
-
-    network: Network
-    processor: Processor
-    batch: int
-    record: Record
-    taken: StepTime
-    peak_bytes: int
-
-    @property
-    def flops(self) -> int:
-        return sum(event.flops for event in self.record.events if isinstance(event, Computed))
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that operations other than matrix products read and write."""
-        return sum(event.bytes for event in self.record.events if isinstance(event, Computed))
-
-    @property
-    def by_kind(self) -> dict[str, dict[str, int]]:
-        kinds: dict[str, dict[str, int]] = {}
-        for each in self.record.operations:
-            count = kinds.setdefault(each.kind, {"collectives": 0, "bytes_sent": 0})
-            count["collectives"] += 1
-            count["bytes_sent"] += each.bytes
-        return kinds
-
-    def to_dict(self) -> dict[str, Any]:
-        network = self.network
-        return {
-            "world_size": network.ranks,
-            "nodes": network.nodes,
-            "batch": self.batch,
-            "by_kind": self.by_kind,
-            "planned_peak_bytes": self.peak_bytes,
-            "flops": self.flops,
-            "moved_bytes": self.moved_bytes,
-            **asdict(self.taken),
-            "processor": asdict(self.processor),
-            "network": {"near": asdict(network.near), "far": asdict(network.far), "adapters": network.adapters},
-        }
-
-
-@dataclass(frozen=True)
 class Hardware:
-    """One rank's processor and the link within a machine; `collectives`: NCCL's wire, else gloo's messages."""
+    """One rank's device and the link within a machine.
 
-    processor: Processor
+    Attributes:
+        flops: operations per second of matrix products.
+        sends: the device copies messages itself, as a CPU does: gloo's messages, and nothing is hidden behind computation.
+    """
+
+    flops: float
     near: Link
-    collectives: bool
+    sends: bool = False
 
 
 NOMINAL_FLOPS = 400e12
 
 
-def _hardware(options: SimulateOptions) -> Hardware:
+def hardware_of(mixed_precision: str, world_size: int, flops: float | None, file: str | None) -> Hardware:
     """Return nominal hardware, or that of a machine file.
 
     Raises:
         ConfigError: the file lacks a speed that is needed.
     """
-    if options.machine is None:
-        return Hardware(Processor(options.flops or NOMINAL_FLOPS), LINKS["nvlink"], collectives=True)
-    machine = Machine.load(options.machine)
-    dtype = "bfloat16" if options.mixed_precision == "bf16" else "float32"
-    flops = options.flops or machine.flops.get(dtype)
+    if file is None:
+        return Hardware(flops or NOMINAL_FLOPS, LINKS["nvlink"])
+    machine = Machine.load(file)
+    dtype = "bfloat16" if mixed_precision == "bf16" else "float32"
+    flops = flops or machine.flops.get(dtype)
     lacking = [] if flops else [f"flops[{dtype!r}]"]
     near = LINKS["nvlink"]
     if machine.latency is not None and machine.collective:
-        near = Link(machine.latency, machine.collective, options.machine, machine.all_reduce or None)
-    elif options.world_size > 1:
+        near = Link(machine.latency, machine.collective, file, machine.all_reduce or None)
+    elif world_size > 1:
         lacking += [name for name in ("latency", "collective") if not getattr(machine, name)]
     if lacking or not flops:
         raise ConfigError(
-            f"{options.machine} has no {', '.join(lacking)}: measured by `torchrun --nproc-per-node RANKS -m hf_zero probe "
-            f"--output {options.machine}`"
+            f"{file} has no {', '.join(lacking)}: measured by `torchrun --nproc-per-node RANKS -m hf_zero probe "
+            f"--output {file}`"
         )
-    processor = Processor(flops, machine.device_bandwidth or None, sends=machine.shares_memory)  # 0: not known
-    return Hardware(processor, near, collectives=not machine.shares_memory)
+    return Hardware(flops, near, sends=machine.shares_memory)
 
 
-def run(options: SimulateOptions) -> None:
-    """Print the collectives of a step and its time, or how it scales."""
-    for name in ("world_size", "nodes", "accumulation", "batch", "sequence", "flops", "zero_replicas"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, found {getattr(options, name)}")
-    if options.adapters < 0:
-        raise ConfigError(f"adapters must not be negative, found {options.adapters}")
-    if options.world_size % options.nodes:
-        raise ConfigError(f"{options.world_size} ranks do not divide by {options.nodes} nodes")
-    if options.plot and options.scaling == "none":
-        raise ConfigError("--plot draws how a step scales: add --scaling weak or --scaling strong")
-    writable(options.plot)
-    given: dict[str, Any] = {"stage": options.zero_stage, "replicas": options.zero_replicas, "wire": options.zero_wire}
-    given["units"] = options.zero_units
-    config = ZeroConfig(**given, keep_gathered=options.keep_gathered)
-    config.check_world_size(options.world_size)
-    hardware = _hardware(options)
-    empty = _empty(options.model)
-    if options.scaling != "none":
-        rows = [_simulated(empty, options, config, hardware, *point) for point in _points(options)]
-        if options.plot:
-            draw(rows, options, options.plot)
-        if options.json:
-            values = [each.to_dict() for each in rows]
-            print_json({"scaling": options.scaling, "stage": options.zero_stage, "rows": values})
-        else:
-            _show_scaling(rows, options)
-        return
-    found = _simulated(empty, options, config, hardware, options.world_size, options.nodes, options.batch)
-    if options.json:
-        operations = [asdict(each) for each in found.record.operations]
-        print_json({"stage": options.zero_stage, **found.to_dict(), "operations": operations})
-        return
-    taken = found.taken
-    table(
-        Console(),
-        f"{options.model}: one step, stage {options.zero_stage}, {options.world_size:,} ranks on {options.nodes:,} nodes",
-        ("kind", "collectives", "bytes sent by a rank"),
-        [(kind, f"{n['collectives']:,}", f"{n['bytes_sent']:,}") for kind, n in found.by_kind.items()],
-        caption=(
-            f"step {'' if hardware.processor.sends else 'at least '}{taken.total_s * 1e3:.3f} ms: computation "
-            f"{taken.compute_s * 1e3:.3f}, communication {taken.communication_s * 1e3:.3f}; "
-            f"planned peak {found.peak_bytes:,} bytes"
-        ),
-    )
+def run(
+    name: str,
+    what: What,
+    config: ZeroConfig,
+    hardware: Hardware,
+    ranks: tuple[int, int, str, int],
+    mixed_precision: str,
+    batch: tuple[int, int, int],
+    as_json: bool,
+) -> None:
+    """Print the collectives of a step on rank 0, and its time.
 
-
-def _points(options: SimulateOptions) -> Iterator[tuple[int, int, int]]:
-    """Yield (ranks, nodes, rows per rank) for powers of two up to `world_size`, with a fixed number of ranks per machine.
-
-    Weak: every rank has `batch` rows. Strong: the ranks share the rows of all `world_size` ranks.
+    Args:
+        ranks: their number, machines, the network between machines, adapters per machine.
+        batch: rows, tokens of each, micro-batches.
     """
-    each = options.world_size // options.nodes
-    rows = options.batch * options.world_size
-    for ranks in (*(2**power for power in range(options.world_size.bit_length() - 1)), options.world_size):
-        if ranks % options.zero_replicas or (ranks > each and ranks % each) or rows % ranks:
-            continue
-        yield ranks, -(-ranks // each), options.batch if options.scaling == "weak" else rows // ranks
-
-
-def _simulated(
-    empty: Any, options: SimulateOptions, config: ZeroConfig, hardware: Hardware, ranks: int, nodes: int, batch: int
-) -> Simulated:
-    """Run the real engine as rank 0 of `ranks`, over tensors without values."""
-    if batch * options.sequence > _MOST_TOKENS:
+    world_size, nodes, far, adapters = ranks
+    rows, sequence, accumulation = batch
+    if rows * sequence > _MOST_TOKENS:
         raise ConfigError(
-            f"--batch {batch:,} of --sequence {options.sequence:,} tokens is more than {_MOST_TOKENS:,} tokens, which one "
+            f"--batch {rows:,} of --sequence {sequence:,} tokens is more than {_MOST_TOKENS:,} tokens, which one "
             "process here would have to hold: choose less"
         )
-    ids = torch.zeros(batch, options.sequence, dtype=torch.long, device="cpu")
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # no hints on a model that is not trained here
+    empty = _empty(name, what)
+    ids = torch.zeros(rows, sequence, dtype=torch.long, device="cpu")
     # Uninitialized memory may hold NaN: anomaly detection would raise.
-    with _within_memory(), absent_ranks(ranks), Valueless(), torch.autograd.set_detect_anomaly(False):
+    with _within_memory(), absent_ranks(world_size), Valueless(), torch.autograd.set_detect_anomaly(False):
         model = type(empty)(empty.config).train()
         record, engine = recorded_step(
             model,
             lambda: model(input_ids=ids, labels=ids).loss,
             config,
-            options.mixed_precision,
-            options.accumulation,
-            collectives=hardware.collectives,
+            mixed_precision,
+            accumulation,
+            collectives=not hardware.sends,
         )
-        peak_bytes = predicted(engine, options.accumulation)[0].at_peak(Tier.DEVICE)
-    network = Network(ranks, nodes, hardware.near, LINKS[options.network], options.adapters)
-    taken = step_time(record.events, network.time_s, hardware.processor)
-    return Simulated(network, hardware.processor, batch, record, taken, peak_bytes)
+        peak_bytes = predicted(engine, accumulation)[0].at_peak(Tier.DEVICE)
+    network = Network(world_size, nodes, hardware.near, LINKS[far], adapters)
+    compute_s, communication_s = record.flops / hardware.flops, sum(map(network.time_s, record.operations))
+    # Where adapters send, a lower bound: all communication is hidden that computation can hide.
+    total_s = compute_s + communication_s if hardware.sends else max(compute_s, communication_s)
+    by_kind: dict[str, dict[str, int]] = {}
+    for each in record.operations:
+        count = by_kind.setdefault(each.kind, {"collectives": 0, "bytes_sent": 0})
+        count["collectives"] += 1
+        count["bytes_sent"] += each.bytes
+    if as_json:
+        print_json(
+            {
+                "stage": config.stage,
+                "world_size": world_size,
+                "nodes": nodes,
+                "batch": rows,
+                "by_kind": by_kind,
+                "planned_peak_bytes": peak_bytes,
+                "flops": record.flops,
+                "total_s": total_s,
+                "compute_s": compute_s,
+                "communication_s": communication_s,
+                "exposed_s": total_s - compute_s,
+                "flops_per_s": hardware.flops,
+                "network": asdict(network),
+                "operations": [asdict(each) for each in record.operations],
+            }
+        )
+        return
+    table(
+        Console(),
+        f"{name}: one step, stage {config.stage}, {ranks_text(world_size)} on {nodes:,} node{'s' if nodes > 1 else ''}",
+        ("kind", "collectives", "bytes sent by a rank"),
+        [(kind, f"{n['collectives']:,}", f"{n['bytes_sent']:,}") for kind, n in by_kind.items()],
+        caption=(
+            f"step {'' if hardware.sends else 'at least '}{total_s * 1e3:.3f} ms: computation "
+            f"{compute_s * 1e3:.3f}, communication {communication_s * 1e3:.3f}; "
+            f"planned peak {size_text(peak_bytes)}"
+        ),
+    )
 
 
 @contextmanager
@@ -318,81 +230,18 @@ def _within_memory() -> Iterator[None]:
         ) from error
 
 
-def _efficiency(rows: Sequence[Simulated], weak: bool) -> list[float]:
-    """Return each row's rate per rank as a share of the first row's."""
-    first = rows[0]
-    per_row = first.taken.total_s / (1 if weak else first.batch)
-    return [per_row * (1 if weak else each.batch) / each.taken.total_s for each in rows]
-
-
-_SCALING: dict[str, Callable[[Simulated], str]] = {
-    "ranks": lambda each: f"{each.network.ranks:,}",
-    "nodes": lambda each: f"{each.network.nodes:,}",
-    "rows of a rank": lambda each: f"{each.batch:,}",
-    "step, ms": lambda each: f"{each.taken.total_s * 1e3:,.3f}",
-    "computation": lambda each: f"{each.taken.compute_s * 1e3:,.3f}",
-    "communication": lambda each: f"{each.taken.communication_s * 1e3:,.3f}",
-    "GB sent": lambda each: f"{sum(kind['bytes_sent'] for kind in each.by_kind.values()) / 1e9:,.3f}",
-    "GB planned": lambda each: f"{each.peak_bytes / 1e9:,.3f}",
-}
-
-
-def _show_scaling(rows: Sequence[Simulated], options: SimulateOptions) -> None:
-    shares = _efficiency(rows, options.scaling == "weak")
-    table(
-        Console(),
-        f"{options.model}: {options.scaling} scaling, stage {options.zero_stage}, {options.network} between machines",
-        (*_SCALING, "efficiency"),
-        [(*(text(each) for text in _SCALING.values()), f"{share:.1%}") for each, share in zip(rows, shares)],
-        fold=True,
-        caption="efficiency: time per row on the smallest number of ranks, as a share of what each rank takes here",
-    )
-
-
-def draw(rows: Sequence[Simulated], options: SimulateOptions, path: str) -> None:
-    """Draw step time and computation over ranks, with efficiency on the right axis."""
-    with needs("plot"):
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import PercentFormatter
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    ranks = [each.network.ranks for each in rows]
-    axes.plot(ranks, [each.taken.total_s * 1e3 for each in rows], "-", marker="o", markersize=3, label="step")
-    axes.plot(ranks, [each.taken.compute_s * 1e3 for each in rows], "--", marker="o", markersize=3, label="computation")
-    axes.set(xlabel="ranks", ylabel="ms")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_title(f"{options.model}: {options.scaling} scaling, stage {options.zero_stage}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper left")
-    right = axes.twinx()
-    right.plot(ranks, _efficiency(rows, options.scaling == "weak"), ":", color="0.4")
-    right.set(ylabel="efficiency (dotted)", ylim=(0, 1.05))
-    right.yaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.savefig(path, dpi=150)
-
-
-def _empty(name: str) -> Any:
+def _empty(name: str, what: What) -> Any:
     """Return the model on the meta device.
 
     Raises:
-        ConfigError: no such model, an adapter, or a model whose input is not text.
+        ConfigError: no model of transformers, an adapter, or a model whose input is not text.
     """
-    from ..huggingface.models import empty_model
-    from .models import adapter_base, check_counts
-
-    path = Path(name).expanduser()
-    base = adapter_base(path)
-    if (path / "config.json").is_file():
-        check_counts(path / "config.json")
+    if isinstance(what, int):
+        raise ConfigError(f"{name} is too few parameters for the blocks of a transformer")
+    base = adapter_base(what) if isinstance(what, Path) else None
     if base is not None:
         raise ConfigError(f"{name} is an adapter of {base!r}, and adapters are not simulated: simulate the base")
-    try:
-        empty: Any = empty_model(str(Path(name).expanduser()))
-    except (OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"no model {name!r}: it is none of {', '.join(CONFIGS)}, and {first}") from error
+    empty = model_of(name, what.config if isinstance(what, Shape) else what)
     if empty.main_input_name != "input_ids":
         raise ConfigError(f"{name} takes {empty.main_input_name}: only models of text are simulated")
     return empty

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError, needs
 from ..params.engine import Engine
 from ..params.gathered import unsharded
-from ..plan.configs import CONFIGS, Config
+from ..plan.shapes import CONFIGS, Config
 from .stock import own_types, replaced
 
 

@@ -10,13 +10,12 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..checkpoint.files import parse_json, read_bounded, replace_file
@@ -261,9 +260,9 @@ def probe(
         device_bandwidth=_optimizer_bandwidth(device, sizes) if cuda else host,
         link_down=down,
         link_up=up,
-        collective=None if speed is None else speed.bandwidth,
-        all_reduce=None if speed is None else speed.all_reduce,
-        latency=None if speed is None else speed.latency_s,
+        collective=speed.get("collective"),
+        all_reduce=speed.get("all_reduce"),
+        latency=speed.get("latency"),
         flops={name: _gemm_flops(device, getattr(torch, name), sizes) for name in ("float32", "bfloat16", "float16")},
     )
     read, write = _disk_bandwidth(offload_dir, wire, sizes)
@@ -352,69 +351,43 @@ def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) 
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
-SIZES = tuple(1024 * 4**power for power in range(9))
-"""Bytes that a rank sends in one gather: 1 KiB to 64 MiB."""
-_TURNS, _SMALL_TURNS, _SMALL_BYTES = 7, 21, 1 << 20
+_TURNS, _SMALL_TURNS = 7, 21
 """Small messages take about as long as a thread needs to wake up, which varies from turn to turn."""
-_ALL_REDUCE_BYTES = 32 << 20
+_SMALL_BYTES, _LARGE_BYTES, _ALL_REDUCE_BYTES = 1 << 10, 64 << 20, 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class WireSpeed:
-    """Speeds of collectives, one at a time.
+def measure(device: torch.device, wire: SoloWire, largest: int = _LARGE_BYTES) -> dict[str, float]:
+    """Time a small and a large gather, as the engine issues them, and an all-reduce; medians, in some seconds.
 
-    Attributes:
-        latency_s: seconds of one hop; a gather has `ranks - 1` hops.
-        bandwidth: bytes per second that a rank sends in a gather.
-        all_reduce: bytes per second that a rank sends in an all-reduce. It always uses the backend; gathers use shared
-            memory where they can.
-        points: (bytes, seconds) to which `latency_s` and `bandwidth` are fitted.
-    """
+    A collective with the same result on every rank. Empty on one rank.
 
-    latency_s: float
-    bandwidth: float
-    all_reduce: float
-    points: tuple[tuple[float, float], ...] = ()
+    Args:
+        largest: bytes that a rank sends in the large gather.
 
-
-def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds before the first byte and the bytes per second that fit (bytes, seconds) best.
-
-    Least squares of the error relative to the measured time. With absolute errors the largest messages alone would decide,
-    and the latency would be their noise.
-
-    Raises:
-        ConfigError: fewer than two sizes, or larger messages that take no longer.
-    """
-    if len({size for size, _ in points}) < 2 or any(taken <= 0 for _, taken in points):
-        raise ConfigError(f"a line needs two sizes of messages or more and positive times, found {list(points)}")
-    # (a + b x - t) / t. Sizes are divided by the largest: the two columns would differ by all digits of a float.
-    sizes, taken_s = np.array(points).T
-    largest = sizes.max()
-    columns = np.stack([1 / taken_s, sizes / largest / taken_s], axis=1)
-    latency_s, slope = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
-    if latency_s < 0:  # no message arrives before it is sent: the best line through zero
-        latency_s, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
-    if slope <= 0:
-        raise ConfigError(f"larger messages took no longer than small ones: {list(points)}; measure again")
-    return float(latency_s), float(largest / slope)
-
-
-def measure(device: torch.device, wire: SoloWire, sizes: Sequence[int] = SIZES) -> WireSpeed | None:
-    """Time gathers of several sizes, as the engine issues them, and an all-reduce; medians, in some seconds.
-
-    A collective with the same result on every rank. None on one rank.
+    Returns:
+        `latency`: seconds of one hop of a gather, which has `ranks - 1` hops. `collective`: bytes per second that a rank sends
+        in a gather. `all_reduce`: in an all-reduce, which always uses the backend; gathers use shared memory where they can.
     """
     if wire.size == 1:
-        return None
-    points = []
-    for size in sizes:
-        begin, sent = _gather(device, wire, size)
-        points.append((float(sent), _median_s(device, wire, begin, _SMALL_TURNS if sent < _SMALL_BYTES else _TURNS)))
-    points = [(sent, max(row[at][1] for row in wire.exchange(points))) for at, (sent, _) in enumerate(points)]
-    latency_s, bandwidth = fitted(points)
-    all_reduce = min(wire.exchange(_all_reduce(device, wire, min(_ALL_REDUCE_BYTES, max(sizes)))))
-    return WireSpeed(latency_s / (wire.size - 1), bandwidth, all_reduce, tuple(points))
+        return {}
+
+    def gather(size: int, turns: int) -> tuple[int, float]:
+        numel = max(32, size // 4 // (wire.size - 1))
+        full, own = torch.ones(numel * wire.size, device=device), torch.ones(numel, device=device)
+        taken_s = _median_s(device, wire, lambda: wire.gather(full, own, 0), turns)
+        return 4 * numel * (wire.size - 1), max(wire.exchange(taken_s))
+
+    (small, small_s), (large, large_s) = gather(_SMALL_BYTES, _SMALL_TURNS), gather(largest, _TURNS)
+    if large_s <= small_s:
+        raise ConfigError(f"{large} bytes took no longer than {small} bytes; measure again on an idle machine")
+    bandwidth = (large - small) / (large_s - small_s)
+    values = torch.ones(min(_ALL_REDUCE_BYTES, largest) // 4, device=device)
+    taken_s = max(wire.exchange(_median_s(device, wire, lambda: wire.average(values, values, 0), _TURNS)))
+    return {
+        "latency": max(0.0, small_s - small / bandwidth) / (wire.size - 1),
+        "collective": bandwidth,
+        "all_reduce": 2 * (wire.size - 1) / wire.size * values.nbytes / taken_s,
+    }
 
 
 def finish(device: torch.device) -> None:
@@ -423,14 +396,7 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _gather(device: torch.device, wire: SoloWire, size: int) -> tuple[Callable[[], Inflight], int]:
-    """Return a function that starts a gather in which a rank sends about `size` bytes, and the bytes that it sends."""
-    numel = max(32, size // 4 // (wire.size - 1))
-    full, own = torch.ones(numel * wire.size, device=device), torch.ones(numel, device=device)
-    return lambda: wire.gather(full, own, 0), 4 * numel * (wire.size - 1)
-
-
-def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object], turns: int = _TURNS) -> float:
+def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object], turns: int) -> float:
     """Return the median seconds of turns that all ranks begin together, after one warm-up."""
     taken = []
     for _ in range(turns + 1):
@@ -442,10 +408,3 @@ def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object]
         finish(device)
         taken.append(time.perf_counter() - started)
     return statistics.median(taken[1:])
-
-
-def _all_reduce(device: torch.device, wire: SoloWire, size: int) -> float:
-    """Return the bytes per second that a rank sends in an all-reduce of `size` bytes."""
-    values = torch.ones(size // 4, device=device)
-    taken_s = _median_s(device, wire, lambda: wire.average(values, values, 0))
-    return 2 * (wire.size - 1) / wire.size * values.nbytes / taken_s

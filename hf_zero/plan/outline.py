@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,39 +14,7 @@ from ..checkpoint.safetensors import read_header
 from ..core.precision import dtype_of
 from ..errors import ConfigError
 from ..tiers.tier import WRITTEN_INPUTS, padded
-from .configs import Config
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The sizes of a transformer that activations depend on."""
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int
-    vocab: int
-    key_value_heads: int | None = None
-    """None: equal to `heads`."""
-    is_gated: bool = False
-    """True if the MLP multiplies two projections (SwiGLU)."""
-
-    @staticmethod
-    def of(config: Any, names: Iterable[str] = ()) -> Architecture | None:
-        """Read the sizes from a transformers config and the parameter names; None if a size is missing."""
-        config = getattr(config, "text_config", None) or config
-
-        def find(*keys: str) -> int | None:
-            values = (getattr(config, key, None) for key in keys)
-            return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-        hidden, layers = find("hidden_size", "n_embd", "d_model"), find("num_hidden_layers", "n_layer", "num_layers")
-        heads, vocab = find("num_attention_heads", "n_head", "num_heads"), find("vocab_size")
-        if hidden is None or layers is None or heads is None or vocab is None:
-            return None
-        wide = find("intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
-        is_gated = any("gate_proj" in name or "gate_up_proj" in name for name in names)
-        return Architecture(hidden, layers, heads, wide, vocab, find("num_key_value_heads"), is_gated)
+from .shapes import Architecture, Shape, tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,202 +118,6 @@ def activation_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> di
     return work
 
 
-# Shapes ---------------------------------------------------------------------------------------------------------------
-
-
-_GPT2 = "Radford et al. 2019, table 2"
-_BERT = "arXiv 1810.04805, section 3"
-_PYTHIA = "arXiv 2304.01373, table 1"
-_TINYLLAMA = "arXiv 2401.02385, table 1"
-_LLAMA = "arXiv 2302.13971, table 2"
-_LLAMA2 = "arXiv 2307.09288, section 2.2"
-_LLAMA3 = "arXiv 2407.21783, table 3"
-_MEGATRON = "arXiv 2104.04473, table 1"
-_SCRIPTS = "scripts/common/models.py"
-
-
-@dataclass(frozen=True, slots=True)
-class Shape(Architecture):
-    """The sizes of a transformer. `kind` decides which tensors a block has: gpt (GPT-2), llama or bert."""
-
-    name: str = field(kw_only=True)
-    kind: str = field(kw_only=True)
-    source: str = field(kw_only=True)
-    positions: int = 0
-    """Positions of a learned embedding; 0: none."""
-    is_tied: bool = True
-    """The embedding is also the head."""
-    extra: int = 0
-    """Elements added to the tensors of this kind of model, so that the number of parameters is exact."""
-
-    @property
-    def numel(self) -> int:
-        without, one = (
-            sum(math.prod(shape) for _, shape in tensors(replace(self, layers=layers))) for layers in (0, 1)
-        )
-        return without + self.layers * (one - without)
-
-    @property
-    def config(self) -> Config:
-        """Return the configuration of transformers' model of these sizes."""
-        if self.kind == "gpt":
-            sizes = {"n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_positions": self.positions}
-            return Config("gpt2", "GPT2LMHeadModel", {"vocab_size": self.vocab, **sizes})
-        sizes = {
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": self.intermediate,
-        }
-        if self.kind == "bert":
-            return Config("bert", "BertForMaskedLM", {**sizes, "max_position_embeddings": self.positions})
-        more = {"num_key_value_heads": self.key_value_heads or self.heads, "tie_word_embeddings": self.is_tied}
-        return Config("llama", "LlamaForCausalLM", {**sizes, **more})
-
-    @property
-    def architecture(self) -> Architecture:
-        """Return True if all sizes are equal; names do not count."""
-        return Architecture(*(getattr(self, item.name) for item in fields(Architecture)))
-
-
-def _gpt(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    source: str,
-    vocab: int = 50257,
-    positions: int = 1024,
-    kind: str = "gpt",
-) -> Shape:
-    return Shape(hidden, layers, heads, 4 * hidden, vocab, name=name, kind=kind, source=source, positions=positions)
-
-
-def _llama(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    wide: int,
-    vocab: int,
-    source: str,
-    kv: int | None = None,
-    tied: bool = False,
-) -> Shape:
-    return Shape(hidden, layers, heads, wide, vocab, kv, True, name=name, kind="llama", source=source, is_tied=tied)
-
-
-_bert = partial(_gpt, kind="bert")
-
-
-PUBLISHED = (
-    _gpt("gpt2-tiny", 4, 192, 6, _SCRIPTS, vocab=4096, positions=256),
-    _gpt("gpt2-124m", 12, 768, 12, _GPT2),
-    _gpt("gpt2", 12, 768, 12, _GPT2),
-    _gpt("gpt2-medium", 24, 1024, 16, _GPT2),
-    _gpt("gpt2-large", 36, 1280, 20, _GPT2),
-    _gpt("gpt2-xl", 48, 1600, 25, _GPT2),
-    _gpt("gpt3-175b", 96, 12288, 96, "arXiv 2005.14165, table 2.1", positions=2048),
-    _bert("bert-tiny", 4, 192, 6, _SCRIPTS, vocab=4096, positions=256),
-    _bert("bert-110m", 12, 768, 12, _BERT, vocab=30522, positions=512),
-    _bert("bert-base-uncased", 12, 768, 12, _BERT, vocab=30522, positions=512),
-    _llama("tinyllama-1.1b", 22, 2048, 32, 5632, 32000, _TINYLLAMA, kv=4),
-    _llama("llama-7b", 32, 4096, 32, 11008, 32000, _LLAMA),
-    _llama("llama-13b", 40, 5120, 40, 13824, 32000, _LLAMA),
-    _llama("llama-30b", 60, 6656, 52, 17920, 32000, _LLAMA),
-    _llama("llama-65b", 80, 8192, 64, 22016, 32000, _LLAMA),
-    _llama("llama-2-70b", 80, 8192, 64, 28672, 32000, _LLAMA2, kv=8),
-    _llama("llama-3-8b", 32, 4096, 32, 14336, 128256, _LLAMA3, kv=8),
-    _llama("llama-3-70b", 80, 8192, 64, 28672, 128256, _LLAMA3, kv=8),
-    _llama("llama-3-405b", 126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
-)
-BUILT_IN = {shape.name: shape for shape in PUBLISHED}
-_LADDER = (
-    # A number of parameters becomes the nearest of these, with width and MLP changed until the number is exact.
-    _gpt("Pythia 70M", 6, 512, 8, _PYTHIA, vocab=50304, positions=2048),
-    _llama("Llama 3.2 3B", 28, 3072, 24, 8192, 128256, "its config.json", kv=8, tied=True),
-    _gpt("Megatron 1T", 128, 25600, 160, _MEGATRON, vocab=51200, positions=2048),
-    *(replace(BUILT_IN[name], name=label) for name, label in (
-        ("gpt2", "GPT-2 small"), ("gpt2-medium", "GPT-2 medium"), ("gpt2-large", "GPT-2 large"),
-        ("tinyllama-1.1b", "TinyLlama 1.1B"), ("llama-7b", "LLaMA 7B"), ("llama-13b", "LLaMA 13B"),
-        ("llama-30b", "LLaMA 33B"), ("llama-2-70b", "Llama 2 70B"), ("gpt3-175b", "GPT-3"), ("llama-3-405b", "Llama 3 405B"),
-    )),
-)  # fmt: skip
-_STEPS = (128, 64, 16)
-"""Widths are multiples of the first of these that keeps the MLP about as wide as published."""
-
-
-def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the parameters, tied ones once."""
-    hidden, wide = shape.hidden, shape.intermediate
-    kv = hidden * (shape.key_value_heads or shape.heads) // shape.heads
-    yield "embeddings.word_embeddings.weight", (shape.vocab, hidden)
-    if shape.positions:
-        yield "embeddings.position_embeddings.weight", (shape.positions, hidden)
-    if shape.kind == "bert":
-        yield "embeddings.token_type_embeddings.weight", (2, hidden)
-        yield from _layer("embeddings.norm", (hidden,), True)
-    is_biased = shape.kind != "llama"
-    for layer in range(shape.layers):
-        at = f"layers.{layer}"
-        yield from _layer(f"{at}.attention_norm", (hidden,), is_biased)
-        for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-            yield from _layer(f"{at}.attention.{name}", (out, hidden), is_biased)
-        yield from _layer(f"{at}.mlp_norm", (hidden,), is_biased)
-        for name in ("gate", "up") if shape.kind == "llama" else ("up",):
-            yield from _layer(f"{at}.mlp.{name}", (wide, hidden), is_biased)
-        yield from _layer(f"{at}.mlp.down", (hidden, wide), is_biased)
-    if shape.kind == "bert":  # the head of masked language modelling
-        yield from _layer("head.dense", (hidden, hidden), True)
-        yield from _layer("head.norm", (hidden,), True)
-        yield "head.bias", (shape.vocab,)
-    else:
-        yield from _layer("norm", (hidden,), is_biased)
-    if shape.extra:
-        yield "norm.extra", (shape.extra,)
-    if not shape.is_tied:
-        yield "lm_head.weight", (shape.vocab, hidden)
-
-
-def _layer(name: str, shape: tuple[int, ...], is_biased: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", shape
-    if is_biased:
-        yield f"{name}.bias", shape[:1]
-
-
-def of_size(parameters: int) -> Shape | None:
-    """Return a transformer of exactly `parameters` parameters, with depth and ratios of the nearest published one.
-
-    None if they are too few for a vocabulary and blocks.
-    """
-    nearest = min(_LADDER, key=lambda shape: abs(math.log(shape.numel / parameters)))
-    group = nearest.heads // (nearest.key_value_heads or nearest.heads)
-    scaled = nearest.hidden * math.sqrt(parameters / nearest.numel)
-    for step in _STEPS:
-        found = []
-        for width in range(step, round(1.5 * scaled) + step, step):
-            heads = max(1, round(width * nearest.heads / nearest.hidden / group)) * group
-            shape = replace(nearest, hidden=width, heads=heads, key_value_heads=heads // group)
-            found.append(replace(shape, intermediate=_wide(shape, parameters)))
-        if not found:
-            continue
-        best = min(found, key=lambda shape: abs(math.log((shape.intermediate + 1) / shape.hidden / _ratio(nearest))))
-        if best.intermediate >= 0.5 * _ratio(nearest) * best.hidden:
-            return replace(best, extra=parameters - best.numel)
-    return None
-
-
-def _ratio(shape: Shape) -> float:
-    return shape.intermediate / shape.hidden
-
-
-def _wide(shape: Shape, parameters: int) -> int:
-    """Return the widest MLP with at most `parameters` parameters."""
-    none, one = (replace(shape, intermediate=wide).numel for wide in (0, 1))
-    return max(0, (parameters - none) // (one - none))
-
-
 # Models without values ------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +172,26 @@ def from_tensors(shapes: Mapping[str, tuple[str, tuple[int, ...]]], is_tied: boo
     if is_tied and _place(first) < 0:
         params[_HEAD] = params[first]
     return _module("", {tuple(name.split(".", _MOST_DEEP)): param for name, param in params.items()})
+
+
+def add_adapters(model: nn.Module, rank: int, dtype: str, in_4bit: bool) -> None:
+    """Freeze a model on the meta device in `dtype`, and add LoRA matrices of `rank` to every matrix of its blocks.
+
+    Args:
+        in_4bit: two elements of a matrix of the blocks share a byte.
+    """
+    for param in model.parameters():
+        param.requires_grad_(False)
+        param.data = param.data.to(dtype_of(dtype)) if param.is_floating_point() else param.data
+    for name, module in [*model.named_modules()]:
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or not any(part.isdecimal() for part in name.split(".")):
+            continue
+        out, inner = weight.shape
+        module.add_module("lora_A", nn.Linear(inner, rank, bias=False, device="meta"))
+        module.add_module("lora_B", nn.Linear(rank, out, bias=False, device="meta"))
+        if in_4bit:
+            weight.data = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device="meta")
 
 
 def _place(name: str) -> int:

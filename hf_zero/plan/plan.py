@@ -5,7 +5,6 @@ A plan is a layout, a tier for every state, the resulting bytes and seconds, and
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -14,7 +13,6 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.codec import gather_codec
 from ..config import ZeroConfig, size_text
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, castable_params, dtype_name
@@ -22,10 +20,8 @@ from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
 from .costs import KINDS, TIERS, Memory, Placement, Setup, stays
-from .machine import Machine
-from .outline import Batch
 from .peaks import memory_of
-from .solve import TIERS_OF, Budgets, PlanInputs, fits, needed_bytes, solve
+from .solve import TIERS_OF, Budgets, PlanInputs, fits, solve
 from .work import PASSES, Traffic, Work, seconds, step_seconds, work_in_total
 
 # Units that stay ------------------------------------------------------------------------------------------------------
@@ -76,8 +72,6 @@ class Plan:
     """Predicted seconds of each part of a step by itself, as `phase road`; None if its speed is not known."""
     step_s: float | None
     """Predicted seconds of a step; None if a part is not known."""
-    shortfall: str = ""
-    """The missing bytes, and what would fit; empty if everything fits."""
     kept: tuple[int, ...] = ()
     """Indices of units that stay gathered from forward to backward, those used last first."""
 
@@ -104,12 +98,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return not self.shortfall
+        return not self.budgets.excess(self.memory)
 
-    def share(self, tier: Tier) -> float:
-        """Return the share of the optimizer state in `tier`, 0 to 1."""
-        total = sum(numel for placement in self.placements for _, numel in placement.optimizer)
-        return sum(placement.numel(tier) for placement in self.placements) / max(1, total)
+    @property
+    def shortfall(self) -> str:
+        """The missing bytes, and what would fit, found by planning again; empty if everything fits."""
+        return "" if self.fits else _shortfall(self.inputs, self.memory)
 
     def to_dict(self) -> dict[str, Any]:
         def table(by_tier: Mapping[Tier, Mapping[str, int]]) -> dict[str, dict[str, int]]:
@@ -131,7 +125,6 @@ class Plan:
             "step_s": self.step_s,
             "parts_s": dict(self.parts),
             "kept": [self.layout.units[at].name for at in self.kept],
-            "optimizer_share": {tier.value: self.share(tier) for tier in TIERS},
             "fits": self.fits,
             "shortfall": self.shortfall,
             "reasons": list(self.reasons),
@@ -166,7 +159,6 @@ def plan(inputs: PlanInputs) -> Plan:
         Traffic.of(work, inputs.layout, placements, setup),
         {" ".join(key): value for key, value in parts.items()},
         step_seconds(parts, inputs.machine, setup),
-        _shortfall(inputs, memory) if inputs.budgets.excess(memory) else "",
         kept,
     )
 
@@ -196,10 +188,6 @@ ALTERNATIVES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("stage=3 with both offloads 'auto'", {"stage": 3, **_BOTH}),
     ("stage=3 with both offloads 'auto' and step_in_backward=True", {"stage": 3, **_BOTH, "step_in_backward": True}),
 )
-OFFLOAD_STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("offload_optimizer='cpu'", {"offload_optimizer": "cpu", "offload_params": "none"}),
-    ("offload_optimizer='cpu' and offload_params='cpu'", {"offload_optimizer": "cpu", "offload_params": "cpu"}),
-)
 
 
 def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
@@ -210,7 +198,7 @@ def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
     else:
         over = inputs.budgets.excess(memory).items()
         found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over)
-    advice = "; or ".join(_what_fits(inputs)) or "no single change would: fewer parameters, or several budgets at once"
+    advice = next(_what_fits(inputs), "more memory, more ranks, or a smaller model")
     return (
         f"{found} at stage {inputs.config.stage} on {inputs.world_size} rank{'s' if inputs.world_size > 1 else ''} "
         f"(per rank: {limits}). What would fit: {advice}"
@@ -218,38 +206,18 @@ def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
 
 
 def _what_fits(inputs: PlanInputs) -> Iterator[str]:
-    """Yield each budget that helps alone; the first smaller batch, other setting, and number of ranks that fit."""
-    needed = needed_bytes(inputs)
-    for name, _, limit in inputs.budgets.rows():
-        if name in needed:
-            more = max(0, needed[name] - limit)
-            yield f"{NAMES[name]} of {size_text(needed[name], up=True)}, {size_text(more, up=True)} more"
-    for text, batch in _smaller_batches(inputs.batch):
-        if fits(replace(inputs, batch=batch)):
-            yield text
-            break
+    """Yield changes with which everything fits, cheapest first."""
+    batch = inputs.batch
+    if batch is not None and batch.architecture is not None and not batch.checkpointing:
+        checkpointed = replace(inputs, batch=replace(batch, checkpointing=True))
+        yield from ["gradient checkpointing"] * fits(checkpointed)
     for text, changes in ALTERNATIVES:
         if _would_fit(inputs, inputs.world_size, changes):
             yield text
-            break
     if inputs.config.policy.shard:
         for ranks in (inputs.world_size * times for times in MORE_RANKS):
             if _would_fit(inputs, ranks, {}):
                 yield f"{ranks} ranks with the same budgets each"
-                break
-
-
-def _smaller_batches(batch: Batch | None) -> Iterator[tuple[str, Batch]]:
-    """Yield batches that keep fewer activations, cheapest first."""
-    if batch is None or batch.architecture is None:
-        return
-    checkpointed = replace(batch, checkpointing=True)
-    if not batch.checkpointing:
-        yield "gradient checkpointing", checkpointed
-    if batch.rows > 1:
-        one = replace(batch, rows=1)
-        yield f"1 row at a time instead of {batch.rows}, with more micro-batches", one
-        yield f"gradient checkpointing and 1 row at a time instead of {batch.rows}", replace(one, checkpointing=True)
 
 
 def _would_fit(inputs: PlanInputs, world_size: int, settings: Mapping[str, Any]) -> bool:
@@ -260,24 +228,8 @@ def _would_fit(inputs: PlanInputs, world_size: int, settings: Mapping[str, Any])
     return (other.config, world_size) != (inputs.config, inputs.world_size) and fits(other)
 
 
-def advice(made: Plan, device_bytes: int) -> str:
-    """Return advice after device memory ran out with `device_bytes` in use: settings and what each saves, cheapest first."""
-    now = made.memory.at_peak(Tier.DEVICE)
-    ways = []
-    for text, changes in OFFLOAD_STEPS:
-        with contextlib.suppress(ConfigError):
-            other = made.inputs.changed(made.world_size, **changes, device_memory=None, host_memory=None)
-            saved = now - plan(replace(other, machine=Machine(), batch=None)).memory.at_peak(Tier.DEVICE)
-            if saved > 0:
-                ways.append(f"{text} ({size_text(min(saved, max(device_bytes, 1)))} less)")
-    return (
-        f"{device_bytes} bytes of it are in use; at peak the plan counts {now} and activations. "
-        f"What would take less: {'; or '.join(ways) or 'more ranks'}; or a smaller batch, or gradient checkpointing"
-    )
-
-
 def _reasons(made: Plan) -> Iterator[str]:
-    config, memory, setup, batch = made.config, made.memory, made.inputs.setup, made.inputs.batch
+    config, setup, batch = made.config, made.inputs.setup, made.inputs.batch
     own: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for span, placement in zip(made.layout.spans, made.placements):
         own[placement.parameters] += span.slice_numel
@@ -291,38 +243,11 @@ def _reasons(made: Plan) -> Iterator[str]:
             "parameters that the optimizer must have whole have one owner each: of their mean a rank owns "
             f"{', '.join(f'{share:.2f}' for share in shares[:8])}{'' if len(shares) <= 8 else f' (at most {max(shares):.2f})'}"
         )
-    if config.replicas > 1:
-        within, across = made.traffic.reduce - made.traffic.across, made.traffic.across
-        yield (
-            f"{config.replicas} replicas of {config.shards(made.world_size)} rank(s): gathers stay within one; of reduced "
-            f"gradients {size_text(within)} per rank and step stay there, too, {size_text(across)} go to other replicas"
-        )
-    if config.wire != "none":
-        coded = sum(span.used_numel for span in made.layout.spans if gather_codec(span) is not None)
-        apart = made.inputs.setup.policy.keep_full and coded > 0
-        yield (
-            f"gradients travel as {config.wire} codes, and so do {coded:,} of {made.layout.numel:,} parameters where they are "
-            f"gathered{'; their exact masters are a memory of their own' if apart else ''}"
-        )
     asked = TIERS_OF[config.offload_params]
     if len(asked) == 1 and any(place.parameters is not asked[0] for place in made.placements):
         yield "parameters of their master's dtype are stored with it: they are one memory"
-    if state[Tier.HOST] or state[Tier.DISK]:
-        if setup.step_in_backward and setup.backward_per_step == 1:
-            yield "gradients of offloaded state are not stored: step_in_backward uses them as they are made"
-        else:
-            yield (
-                f"gradients of offloaded state are stored in the type of their masters: sums over {setup.world_size} rank(s) "
-                f"and {setup.backward_per_step} backward(s) per step keep their last bits"
-            )
     if config.keep_gathered is not None and (order := candidates(made.layout, made.placements, setup)):
         yield from _kept(made, len(order))
-    for name, tiers, limit in made.budgets.rows():
-        peak = sum(memory.at_peak(tier) for tier in tiers)
-        yield f"{NAMES[name].rstrip(',')}: {size_text(peak)} at peak of {size_text(limit)}"
-    staging = memory.rest[Tier.HOST]["staging"]
-    if staging:
-        yield f"staging: {size_text(staging)} of host memory for blocks and slabs on their way"
     if batch is None:
         yield "activations and computing time are not counted: no batch was given"
     elif batch.architecture is None:

@@ -126,7 +126,7 @@ class Recorder:
         self._ended: float | None = None
         self._began: float | None = None
         self._forwards = self._evaluations = self._samples = self._tokens = 0
-        self._before = self._start = source.counters()
+        self._before = source.counters()
 
     def close(self) -> None:
         """Stop measuring. Measurements stay; calling again does nothing."""
@@ -152,7 +152,7 @@ class Recorder:
         if self._began is None:
             self._began = time.perf_counter()
             if self._ended is None:
-                self._before = self._start = self._source.counters()
+                self._before = self._source.counters()
 
     def step(self) -> None:
         """Record a step after `optimizer.step()`."""
@@ -270,9 +270,7 @@ class Recorder:
         if self.recorded > 1:
             self._append({"kind": "step", **_rounded(self.last)})
             return
-        start = {"process": dict(self._start.process)}
-        counted = {tier: kinds.get("all", 0) for tier, kinds in self._start.peak.items()}
-        facts = {**self._source.facts(self._forwards), "about": self._about, "start": {**start, "counted": counted}}
+        facts = {**self._source.facts(self._forwards), "about": self._about}
         waiting, self._waiting = self._waiting, []
         self._append({"kind": "facts", "format": FORMAT, **facts}, *waiting, {"kind": "step", **_rounded(self.last)})
 

@@ -39,8 +39,6 @@ NOMINAL = {
 """Speeds that order the choices if none are known."""
 TIE = 1e-3
 """Weight of the sum of all parts, added to the time: of equally fast placements the one with less traffic wins."""
-NEARNESS = 1 / 256
-"""Relative precision of the least budget."""
 ATTEMPTS = 4
 """Attempts to leave enough memory free for ranks that own more than the mean."""
 
@@ -225,25 +223,6 @@ def _sized(layout: Layout, placements: Sequence[Placement]) -> tuple[Placement, 
 def fits(inputs: PlanInputs) -> bool:
     """Return True if any placement fits; cheaper than finding a fast one."""
     return _Filler(inputs).fits(inputs.budgets)
-
-
-def needed_bytes(inputs: PlanInputs) -> dict[str, int]:
-    """Return for each budget the least value with which a placement fits; budgets that cannot help are left out."""
-    out, filler = {}, _Filler(inputs)
-    for name, _, limit in inputs.budgets.rows():
-        if not filler.fits(replace(inputs.budgets, **{name: None})):
-            continue
-        high = limit = max(limit, 1)
-        while not filler.fits(replace(inputs.budgets, **{name: high})):
-            limit, high = high, 2 * high
-        while high - limit > NEARNESS * high:
-            middle = (limit + high) // 2
-            if filler.fits(replace(inputs.budgets, **{name: middle})):
-                high = middle
-            else:
-                limit = middle
-        out[name] = high
-    return out
 
 
 class _Unit:

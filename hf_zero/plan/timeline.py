@@ -1,8 +1,7 @@
-"""The time of a recorded step: an alpha-beta model of collectives, and rates of computation."""
+"""The time of recorded collectives: an alpha-beta model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -27,22 +26,6 @@ class Operation:
     ranks: int = 0
     stride: int = 1
     is_all_reduce: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Work between two collectives.
-
-    Attributes:
-        flops: operations of matrix products.
-        bytes: bytes that all other operations read and write.
-    """
-
-    flops: int = 0
-    bytes: int = 0
-
-
-Event = Operation | Computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,55 +89,3 @@ class Network:
         )  # of a machine's ranks: the others are in other groups
         far_s = operation.bytes * self.far.seconds_per_byte(operation) / ((self.adapters or each) * share)
         return hops_s * (ranks - 1) / ranks + max(near_s, far_s)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Seconds of one step.
-
-    Attributes:
-        total_s: the step.
-        compute_s: all computation.
-        communication_s: all collectives, one after another.
-        exposed_s: communication that is not hidden behind computation.
-    """
-
-    total_s: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Processor:
-    """Rates of one rank's device.
-
-    Attributes:
-        flops: operations per second of matrix products.
-        memory: bytes per second, read and written, of all other operations; None: they take no time.
-        sends: the device copies messages itself, as a CPU does, so that nothing is hidden.
-    """
-
-    flops: float
-    memory: float | None = None
-    sends: bool = False
-
-    def time_s(self, work: Computed) -> float:
-        return work.flops / self.flops + (0.0 if self.memory is None else work.bytes / self.memory)
-
-
-def step_time(events: Iterable[Event], time_s: Callable[[Operation], float], processor: Processor) -> StepTime:
-    """Return the time of a recorded step, by the model of `work.step_seconds`: the busiest resource decides.
-
-    Where adapters move messages this is a lower bound, with all communication hidden that computation can hide. Where the
-    processor moves them, it is the sum of both.
-    """
-    compute_s = communication_s = 0.0
-    for event in events:
-        match event:
-            case Computed():
-                compute_s += processor.time_s(event)
-            case Operation():
-                communication_s += time_s(event)
-    total_s = compute_s + communication_s if processor.sends else max(compute_s, communication_s)
-    return StepTime(total_s, compute_s, communication_s, total_s - compute_s)

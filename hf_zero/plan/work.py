@@ -31,66 +31,13 @@ Work = dict[tuple[str, str], float]
 `device` and `host`: what the optimizer reads and writes in these memories."""
 
 
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """A channel by which a step moves bytes, or for which it waits."""
-
-    label: str
-    """Label of waiting for it."""
-    advice: str
-    """Advice if waiting for it takes long."""
-    speed: str = ""
-    """The field of `Machine` with its bytes per second; empty: not predicted."""
-
-
 SEQUENCE = "sequence"
 """The road of what attention exchanges under `sp_size`."""
-_UNEVEN = "ranks arrive at different times: even out their batches, look for a slow rank"
-CHANNELS: Mapping[str, Channel] = {
-    "gather": Channel(
-        "waiting for gathers",
-        "more tokens per step on each rank (batch, accumulation); stage 2, where parameters are not gathered in every pass; "
-        "or a faster network",
-        "collective",
-    ),
-    "reduce": Channel(
-        "waiting for reduces",
-        "more tokens per step on each rank (batch; accumulation at stage 1 sends once); reduce_dtype='bfloat16'; or a faster "
-        "network",
-        "collective",
-    ),
-    "scalar": Channel("waiting for norms and flags", _UNEVEN),
-    "agree": Channel("waiting for word of which units take part", _UNEVEN),
-    "down": Channel(
-        "waiting for the link, to the host",
-        "more tokens per step (batch), or less state on the host (a higher device_memory with offload_optimizer='auto')",
-        "link_down",
-    ),
-    "up": Channel(
-        "waiting for the link, to the device",
-        "more tokens per step (batch), or parameters on the device (offload_params='none' or 'auto')",
-        "link_up",
-    ),
-    "read": Channel(
-        "waiting for disk reads",
-        "parameters on the host (offload_params='cpu' or 'auto'), or a faster disk for offload_dir",
-        "disk_read",
-    ),
-    "write": Channel(
-        "waiting for disk writes",
-        "less state on disk ('cpu' or 'auto'), or a faster disk for offload_dir",
-        "disk_write",
-    ),
-    "optimizer": Channel(
-        "waiting for the step over offloaded state",
-        "more tokens per step (batch, accumulation); step_in_backward=True where nothing is clipped; less offloaded state "
-        "(offload_optimizer='auto'); for state on disk, a faster disk for offload_dir",
-    ),
-    SEQUENCE: Channel("", "", "collective"),
-    "device": Channel("", "", "device_bandwidth"),
-    "host": Channel("", "", "host_bandwidth"),
-}
-"""Channels by key. The last two are the optimizer's reads and writes in device and host memory."""
+_SPEEDS = {
+    "gather": "collective", "reduce": "collective", SEQUENCE: "collective", "down": "link_down", "up": "link_up",
+    "read": "disk_read", "write": "disk_write", "device": "device_bandwidth", "host": "host_bandwidth",
+}  # fmt: skip
+"""The field of `Machine` with the bytes per second of each road."""
 COLLECTIVES = ("gather", "reduce", "scalar", "agree")
 LINKS = ("down", "up", "read", "write")
 ROADS = ("gather", "reduce", *LINKS)
@@ -243,12 +190,6 @@ class Traffic:
         return Traffic(**moved, across=round(across))
 
 
-def speed(machine: Machine, road: str) -> float | None:
-    """Return bytes per second of a channel; None: not known."""
-    rate: float | None = getattr(machine, CHANNELS[road].speed)
-    return rate
-
-
 def resource(road: str, machine: Machine) -> str:
     """Return the resource of a channel (or of `compute`): one resource is shared in turns, different ones overlap.
 
@@ -259,11 +200,6 @@ def resource(road: str, machine: Machine) -> str:
     if road in ("gather", "reduce", SEQUENCE):
         return "collective"
     return "optimizer" if road in ("device", "host") else road
-
-
-def phase_of(phase: str, setup: Setup) -> str:
-    """Return the phase; `step_in_backward` merges two phases."""
-    return PASSES if phase == STEP and setup.step_in_backward else phase
 
 
 def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
@@ -280,7 +216,7 @@ def seconds(work: Work, machine: Machine, compute_s: float | None) -> dict[tuple
     """Return the seconds of each part of a step by itself; None if its speed is not known. `compute_s`: all passes."""
     parts: dict[tuple[str, str], float | None] = {(PASSES, "compute"): compute_s} if compute_s != 0 else {}
     for (phase, road), value in work.items():
-        rate = speed(machine, road)
+        rate = getattr(machine, _SPEEDS[road])
         parts[phase, road] = None if rate is None else value / rate
     return parts
 
@@ -294,7 +230,8 @@ def step_seconds(parts: Mapping[tuple[str, str], float | None], machine: Machine
     for (phase, road), value in parts.items():
         if value is None:
             return None
-        key = phase_of(phase, setup), resource(road, machine)
+        merged = PASSES if phase == STEP and setup.step_in_backward else phase
+        key = merged, resource(road, machine)
         busy[key] = busy.get(key, 0) + value
     longest: dict[str, float] = {}
     for (phase, _), value in busy.items():

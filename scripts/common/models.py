@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_zero.plan.configs import CONFIGS
+from hf_zero.plan.shapes import CONFIGS
 
 from .console import UserError
 

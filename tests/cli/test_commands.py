@@ -16,7 +16,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from hf_zero.cli.commands import USAGE, WRONG
+from hf_zero.cli import USAGE, WRONG
 from hf_zero.cli.main import app, main
 
 ROOT = Path(__file__).resolve().parents[2]

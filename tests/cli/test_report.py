@@ -121,8 +121,6 @@ def test_json(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[
     assert moved == {row.road: row.measured_bytes for row in report.roads if row.road != "optimizer"}
     time = out["time"]
     assert time["rest_s"] + time["between_s"] + sum(time["wait_s"].values()) == pytest.approx(time["step_s"], rel=0.5)
-    slowest = sorted((record["seconds"] for record in lines(folder)[1:]), reverse=True)[:5]
-    assert [row["seconds"] for row in out["slowest"]] == slowest
     assert out["notes"] == []
 
 
@@ -132,12 +130,11 @@ def test_tables(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     for words in (
         "stage 3 on 1 rank, optimizer state on cpu",
-        "ok host memory",
+        "ok Verdict: Finished",
         "Peak memory of rank 0",
         "host, optimizer state",
         "per step (median)",
         "Time of a step",
-        "Slowest steps",
     ):
         assert words in text
 
@@ -218,20 +215,17 @@ def test_a_run_that_is_pushed(recorded: tuple[Path, zero.Report], tmp_path: Path
 
 def test_warnings(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts, *steps = lines(recorded[0])
-    facts["predicted"]["step_s"] = 1.0
     for step in steps:
         step["seconds"], step["wait_s"]["optimizer"], step["wait_s"]["read"] = 2.0, 1.0, 0.3
         step["peak"]["host"]["optimizer"] += 64 << 20
         step["peak"]["host"]["all"] += 64 << 20
-        step["bytes"]["down"] += 50 << 20
     out = shown(write(tmp_path, [facts, *steps]), capsys)
-    memory, down, seconds, wait = out["warnings"]
+    memory, wait = out["warnings"]
     assert memory.startswith("host memory is above the plan: ")
     assert "Most of the difference: optimizer state (" in memory
-    assert down.startswith("copies to the host: ")
-    assert "takes 2.000 s, planned 1.000 s" in seconds
     assert wait.startswith("50% of a step waits for: optimizer step of offloaded state. What helps: ")
-    assert [said["ok"] for said in out["verdict"] if said["topic"] == "host memory"] == [False]
+    assert (out["verdict"][-1]["ok"], out["verdict"][-1]["value"]) == (False, "Check")
+    assert "host memory above the plan" in out["verdict"][-1]["text"]
 
 
 def test_less_than_planned_is_no_warning(
@@ -240,23 +234,11 @@ def test_less_than_planned_is_no_warning(
     facts, *steps = lines(recorded[0])
     facts["predicted"]["peak"]["host"]["optimizer"] += 64 << 20
     facts["predicted"]["peak_bytes"]["host"] += 64 << 20
-    facts["predicted"]["traffic"]["down"] = 50 << 20
-    facts["predicted"]["step_s"] = 20.0
     for step in steps:
         step["seconds"] = 10.0
     out = shown(write(tmp_path, [facts, *steps]), capsys)
     assert out["warnings"] == []
     assert all(said["ok"] is not False for said in out["verdict"])
-
-
-def test_no_warnings_where_all_is_as_predicted(
-    recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    facts, *steps = lines(recorded[0])
-    facts["predicted"]["peak"]["host"]["staging"] = steps[-1]["peak"]["host"].get("staging", 0)
-    for step in steps:
-        step["seconds"] = 10.0
-    assert shown(write(tmp_path, [facts, *steps]), capsys)["warnings"] == []
 
 
 @pytest.mark.parametrize("case", ["absent", "empty", "no facts", "later"])
@@ -304,7 +286,7 @@ def test_a_run_in_progress(
     (tmp_path / "zero_steps.rank1.jsonl").write_text("")
     out = shown(tmp_path, capsys)
     assert (out["state"], out["steps"], out["max_steps"]) == ("not ended", 3, 50)
-    assert out["verdict"][0]["text"].startswith("in progress or killed: step 3 of 50, last written ")
+    assert out["verdict"][-1]["text"].startswith("in progress or killed: step 3 of 50, last written ")
     assert out["notes"] == ["rank 1: its first step is not over yet"]
     assert [row["rank"] for row in out["ranks"]] == [0]
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html")]) == 0
@@ -324,16 +306,8 @@ def test_a_run_in_progress(
 def test_an_ended_run_says_so(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(recorded[0], capsys)
     assert out["state"] == "ended"
-    assert out["verdict"][0] == {"topic": "state", "ok": True, "text": f"finished after step {STEPS}"}
-
-
-def test_memory_that_is_not_counted_is_explained(
-    recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (process,) = shown(recorded[0], capsys)["outside"]
-    assert sum(process["parts"].values()) == process["peak"]
-    counted, before, _ = process["parts"].values()
-    assert 0 < counted < before, "of a small model, Python and torch take the most"
+    text = f"finished after step {STEPS}; memory within the plan"
+    assert out["verdict"][-1] == {"topic": "Verdict", "ok": True, "value": "Finished", "text": text}
 
 
 def test_throughput(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

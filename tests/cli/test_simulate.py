@@ -12,9 +12,8 @@ import transformers
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
-from hf_zero.cli.simulate import Record, Valueless, recorded_step
+from hf_zero.cli.simulate import Valueless, recorded_step
 from hf_zero.comm.recorded import absent_ranks
-from hf_zero.plan.timeline import Computed
 
 CASES = [(1, "no", 1), (1, "bf16", 2), (2, "no", 2), (2, "bf16", 1), (3, "no", 1), (3, "bf16", 2)]
 
@@ -55,7 +54,7 @@ def test_order_and_bytes_are_those_of_real_ranks(pools, size, collectives):
     assert pools[1].run(without_ranks, size, collectives, False, timeout_s=250)[0] == real
 
 
-SMALL = ["simulate", "gpt2-tiny", "--sequence", "8", "--zero-stage", "3"]
+SMALL = ["simulate", "gpt2-tiny", "--sequence", "8", "--zero-stage", "3", "--mixed-precision", "no"]
 
 
 def test_kept_units_are_planned_as_they_are_simulated(capsys):
@@ -80,30 +79,6 @@ def test_one_rank_sends_nothing(capsys):
     values = json.loads(capsys.readouterr().out)
     assert values["operations"] == []
     assert values["communication_s"] == values["exposed_s"] == 0 < values["compute_s"] == values["total_s"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scaling", [pytest.param("weak", marks=pytest.mark.slow), "strong"])
-def test_scaling(scaling, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "scaling.png"
-    ranks = ["--world-size", "8", "--nodes", "2", "--batch", "2", "--scaling", scaling]
-    assert cli.main([*SMALL, *ranks, "--json", "--plot", str(picture)]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["world_size"], row["nodes"]) for row in rows] == [(1, 1), (2, 1), (4, 1), (8, 2)]
-    assert [row["batch"] for row in rows] == ([2, 2, 2, 2] if scaling == "weak" else [16, 8, 4, 2])
-    flops = [row["flops"] for row in rows]
-    if scaling == "weak":
-        assert len(set(flops)) == 1
-    else:
-        assert flops == sorted(flops, reverse=True)
-        assert flops[0] == pytest.approx(8 * flops[-1])
-    sent = [row["by_kind"].get("gather", {}).get("bytes_sent", 0) for row in rows]
-    # (N-1)/N of what is gathered, whatever N is; slices are padded
-    assert [sent[0], *(bytes_ * n / (n - 1) for bytes_, n in zip(sent[1:], (2, 4, 8)))] == pytest.approx(
-        [0] + [2 * sent[1]] * 3, rel=1e-3
-    )
-    assert picture.stat().st_size > 0
 
 
 def test_replicas_keep_gathers_within_a_machine(capsys):
@@ -150,35 +125,8 @@ def test_table_and_json(capsys):
     assert values["total_s"] >= max(values["compute_s"], values["communication_s"]) > 0
 
 
-def test_bytes_of_operations():
-    """What is read, and what is made or written; views and matrix products have none."""
-    a, b, rows = torch.ones(4, 8), torch.ones(4, 8), torch.zeros(2, dtype=torch.long)
-    param = torch.nn.Parameter(torch.ones(32))
-    param.grad = torch.ones(32)
-    optimizer = torch.optim.AdamW([param], fused=True)
-    optimizer.step()
-    each = 4 * 32
-    for action, expected in (
-        (lambda: a + b, 3 * each),
-        (lambda: a.add_(b), 3 * each),
-        (lambda: a.copy_(b), 3 * each),
-        (lambda: a.view(2, 16), 0),
-        (lambda: a @ b.t(), 0),
-        (lambda: torch.empty(4, 8), 0),
-        (lambda: torch.zeros(4, 8), each),
-        (lambda: torch.nn.functional.embedding(rows, a), 2 * (2 * 8 * 4)),
-        (lambda: torch.zeros(1).expand(32).clone(), 4 + 4 + each),
-        (optimizer.step, 7 * each),
-    ):
-        with Record() as record:
-            action()
-        moved = sum(event.bytes for event in record.events if isinstance(event, Computed))
-        assert moved == pytest.approx(expected, abs=16), expected  # the step's number is a tensor, too
-
-
 MEASURED = {
     "shares_memory": True,
-    "device_bandwidth": 2e10,
     "collective": 1.5e9,
     "latency": 2e-4,
     "flops": {"float32": 7e10},
@@ -196,17 +144,16 @@ def test_a_machine_that_was_measured(capsys, tmp_path):
         assert cli.main(command) == 0
         found[is_cpu] = json.loads(capsys.readouterr().out)
     none, card = found[True], found[False]
-    assert none["compute_s"] == pytest.approx(none["flops"] / 7e10 + none["moved_bytes"] / 2e10)
+    assert none["compute_s"] == pytest.approx(none["flops"] / 7e10)
     messages = none["operations"]
     # A hop to the other rank for each, and its bytes.
     assert none["communication_s"] == pytest.approx(sum(2e-4 + each["bytes"] / 1.5e9 for each in messages), rel=1e-9)
     assert none["total_s"] == pytest.approx(none["compute_s"] + none["communication_s"])
     assert card["total_s"] == max(card["compute_s"], card["communication_s"])
-    assert none["processor"] == {"flops": 7e10, "memory": 2e10, "sends": True}
     near = {"latency_s": 2e-4, "bandwidth": 1.5e9, "source": str(path), "all_reduce": None}
     assert none["network"]["near"] == near
     assert cli.main([*command, "--flops", "7e9"]) == 0
-    assert json.loads(capsys.readouterr().out)["processor"]["flops"] == 7e9
+    assert json.loads(capsys.readouterr().out)["flops_per_s"] == 7e9
 
 
 def test_an_all_reduce_has_a_speed_of_its_own(capsys, tmp_path):

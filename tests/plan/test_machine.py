@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import hf_zero as zero
+from hf_zero.comm.group_wire import open_wire
 from hf_zero.comm.wire import SoloWire
-from hf_zero.plan.machine import Machine, ProbeSizes, free_host_bytes, group_bytes, here, probe
+from hf_zero.plan.machine import Machine, ProbeSizes, free_host_bytes, group_bytes, here, measure, probe
 
 CPU = torch.device("cpu")
 
@@ -114,3 +115,18 @@ def test_a_plan_is_for_the_least_of_all_ranks():
     assert least == Machine(
         device_memory=10, host_memory=8, disk_read=5.0, shares_memory=True, latency=2.0, flops={"float32": 2.0}
     )
+
+
+def collectives(rank: int, world: int) -> dict[str, float]:
+    wire = open_wire(CPU)
+    wire.start(30.0)
+    return measure(CPU, wire, 1 << 24)
+
+
+@pytest.mark.gloo
+def test_all_ranks_measure_the_same_collectives(pools):
+    one, two = pools[2].run(collectives)
+    assert one == two
+    assert 0 <= one["latency"] < 1
+    assert all(1e6 < one[name] < 1e12 for name in ("collective", "all_reduce"))
+    assert measure(CPU, SoloWire()) == {}

@@ -13,14 +13,14 @@ from torch import nn
 
 import hf_zero as zero
 from hf_zero import ZeroConfig
-from hf_zero.cli.plan import paper_states_bytes
 from hf_zero.config import STAGES
 from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.core.precision import Precision
 from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
-from hf_zero.plan.outline import Architecture, Batch, activation_bytes, from_number, layer_bytes, logits_bytes
+from hf_zero.plan.outline import Batch, activation_bytes, from_number, layer_bytes, logits_bytes
 from hf_zero.plan.plan import Drafter, Plan, plan
+from hf_zero.plan.shapes import Architecture
 from hf_zero.plan.solve import PlanInputs
 from hf_zero.plan.work import compute_flops
 from hf_zero.tiers.tier import SIZES, Tier, padded
@@ -53,12 +53,6 @@ def on_meta(config: transformers.PretrainedConfig, cls: type) -> nn.Module:
 
 
 # Known tables -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("stage", "gigabytes"), [(0, "120.0"), (1, "31.4"), (2, "16.6"), (3, "1.9")])
-def test_the_zero_papers_table(stage, gigabytes):
-    """arXiv 1910.02054, figure 1: 7.5B parameters on 64 ranks, K = 12."""
-    assert f"{paper_states_bytes(7_500_000_000, STAGES[stage], 64) / 1e9:.1f}" == gigabytes
 
 
 @pytest.mark.parametrize("stage", sorted(STAGES))
@@ -113,20 +107,6 @@ def test_175b_that_does_not_fit_is_refused_in_seconds():
     assert time.process_time() - started < 30.0
 
 
-def test_a_budget_as_it_is_told_fits():
-    """Also where a little more memory makes for another cut than just enough does."""
-    model = on_meta(transformers.GPT2Config(), transformers.GPT2LMHeadModel)
-    settings = {"offload_optimizer": "auto", "offload_params": "disk", "step_in_backward": True}
-    layout = layout_of(model, 8, BF16)
-    config = ZeroConfig(stage=3, **settings, device_memory=12443980, host_memory=124439808)
-    inputs = PlanInputs(layout, Machine(), config, 8, BF16, backward_per_step=4)
-    with pytest.raises(zero.ConfigError) as refused:
-        plan(inputs)
-    told = str(refused.value).split("fit: device_memory of ")[1].split(",")[0]
-    assert told.endswith("iB")
-    assert plan(inputs.changed(8, device_memory=told)).fits
-
-
 @pytest.mark.parametrize(("ranks", "memory", "fits"), [(1, "8GiB", True), (1, "4GiB", False), (4, "4GiB", True)])
 def test_bert_large_on_small_clusters(ranks, memory, fits):
     """340M parameters in float32: 16 bytes each on one card is 5 GiB."""
@@ -138,7 +118,7 @@ def test_bert_large_on_small_clusters(ranks, memory, fits):
     made = make(layout, ranks, batch=batch, device_memory=memory)
     assert made.memory.states == pytest.approx(16 * 335e6 / ranks, rel=0.01)
     assert made.fits == fits
-    assert ("offload_optimizer='auto'" in made.shortfall) == (not fits)
+    assert ("What would fit: offload_optimizer='auto'" in made.shortfall) == (not fits)
 
 
 # Formulas by hand ---------------------------------------------------------------------------------------------------
@@ -328,17 +308,13 @@ def test_what_does_not_fit_says_what_would():
     for part in (
         "100,663,296 parameters",
         "stage 3 on 2 ranks",
-        "device_memory of",
-        "host_memory of",
+        "device_memory",
+        "host_memory",
         " ranks with the same",
     ):
         assert part in text, text
     ranks = int(text.split(" ranks with the same")[0].split()[-1])
     assert make(blocks(24, 1 << 22, ranks, "bfloat16"), ranks, machine, **settings).fits
-    with pytest.raises(zero.ConfigError):
-        make(blocks(24, 1 << 22, ranks // 2, "bfloat16"), ranks // 2, machine, **settings)
-    needed = text.split("host_memory of ")[1].split(",")[0].replace(" ", "")
-    assert make(layout, 2, machine, **{**settings, "host_memory": needed}).fits
 
 
 def test_budgets_of_one_memory_are_one():

@@ -19,7 +19,7 @@ from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
 from hf_zero.plan.outline import Batch
 from hf_zero.plan.plan import plan
-from hf_zero.plan.solve import TIE, PlanInputs, fits, needed_bytes, solve
+from hf_zero.plan.solve import TIE, PlanInputs, solve
 from hf_zero.plan.work import compute_flops, seconds, step_seconds, work_in_total
 from hf_zero.tiers.tier import Tier
 
@@ -154,19 +154,6 @@ def test_parameters_are_cast_from_masters_on_the_device(compute_s: float):
     assert not any(placement.parameters is Tier.DEVICE for placement in found)
 
 
-def test_what_is_needed_is_enough_and_no_more():
-    limits = {"device": 90 << 20, "host": 1 << 20, "disk": 1 << 40}
-    layout = layout_of([1 << 22] * 4, 2)
-    inputs = inputs_for(layout, *limits.values())
-    assert solve(inputs) is None
-    needed = needed_bytes(inputs)
-    assert set(needed) == {"host", "device"}
-    for name, value in needed.items():
-        for limit, expected in ((value, True), (value - (17 << 20), False)):
-            wider = inputs_for(layout, *{**limits, name: limit}.values())
-            assert fits(wider) == (solve(wider) is not None) == expected, name
-
-
 def test_many_equal_blocks():
     layout = layout_of([1 << 22] * 500, 2)
     inputs = inputs_for(layout, 4 << 30, 4 << 30, 1 << 40)
@@ -185,7 +172,7 @@ def test_a_thousand_blocks_that_do_not_fit_are_refused_in_seconds():
     ]  # fmt: skip
     layout = Layout.build(((f"h.{i}", specs) for i, specs in enumerate(specs)), 64)
     started = time.process_time()
-    with pytest.raises(zero.ConfigError, match="What would fit: device_memory of"):
+    with pytest.raises(zero.ConfigError, match="What would fit: "):
         plan(inputs_for(layout, 100 << 20, 100 << 20, 0))
     assert time.process_time() - started < 30.0  # of a processor: minutes where cost grows with the square
 

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.plan.timeline import Computed, Link, Network, Operation, Processor, step_time
-
-
-def bytes_of(operation: Operation) -> float:
-    return float(operation.bytes)
+from hf_zero.plan.timeline import Link, Network, Operation
 
 
 def op(seconds: int) -> Operation:
     return Operation("gather", seconds, "unit", "forward")
-
-
-@pytest.mark.parametrize(("work_s", "total_s", "exposed_s"), [(9, 9, 0), (2, 7, 5)])
-def test_the_busier_of_processor_and_adapters_decides(work_s, total_s, exposed_s):
-    taken = step_time([op(3), Computed(work_s), op(4)], bytes_of, Processor(1.0))
-    assert (taken.total_s, taken.compute_s, taken.communication_s, taken.exposed_s) == (total_s, work_s, 7, exposed_s)
-
-
-def test_a_processor_that_sends_hides_nothing():
-    taken = step_time([op(3), Computed(9), op(4)], bytes_of, Processor(1.0, sends=True))
-    assert (taken.total_s, taken.exposed_s) == (16, 7)
-
-
-def test_bytes_take_the_memory_s_time():
-    work = Computed(flops=6, bytes=8)
-    assert step_time([work], bytes_of, Processor(2.0)).total_s == 3
-    assert step_time([work], bytes_of, Processor(2.0, memory=4.0)).total_s == 5
 
 
 def test_hops_and_the_slowest_link():

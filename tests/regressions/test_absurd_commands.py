@@ -88,7 +88,7 @@ def test_speeds_of_no_machine(flops: str, capsys: pytest.CaptureFixture[str]) ->
 def test_null_characters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments in (
         ["plan", "\0"],
-        ["plan", "7B", "--sweep", "--plot", "\0"],
+        ["plan", "7B", "--machine", "\0"],
         ["simulate", "\0"],
         ["verify", "\0"],
         ["export", tmp_path, "--output", "\0"],

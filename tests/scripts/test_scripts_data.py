@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,32 +53,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrained
 # --- corpus ----------------------------------------------------------------------------------------------------------
 
 
-def test_stdlib_files_are_found_here_and_in_one_order() -> None:
-    files = data.stdlib_files()
-    assert files == data.stdlib_files()
-    assert len(files) > 100
-    assert not any({"test", "tests", "site-packages", "encodings"} & set(path.parts[-4:-1]) for _, path in files)
-
-
-def test_stdlib_files_pass_over_tests_tables_and_other_folders(library: str) -> None:
-    files = data.stdlib_files(library)
-    assert len(files) == 9 * 8 + 30
-    assert not any(path.name == "hidden.py" for _, path in files)
-    assert {package for package, _ in files} == {"", *(f"package{number}" for number in range(9))}
-
-
 def test_no_sources_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no sources"):
         data.stdlib_files(str(tmp_path))
-
-
-def test_corpus_files_hold_some_out_and_keep_to_the_size(library: str) -> None:
-    train = [row["text"] for row in data.corpus_files(False, 1 << 20, library)]
-    held_out = [row["text"] for row in data.corpus_files(True, 1 << 20, library)]
-    assert len(train) + len(held_out) == 9 * 8 + 30
-    assert len(held_out) == 9
-    assert not set(train) & set(held_out)
-    assert sum(len(row["text"]) for row in data.corpus_files(False, 5000, library)) == 5000
 
 
 def test_corpus_snippets_are_labelled_by_package_and_no_file_is_on_both_sides(library: str) -> None:
@@ -92,26 +68,6 @@ def test_corpus_snippets_are_labelled_by_package_and_no_file_is_on_both_sides(li
             assert len(row["text"].splitlines()) <= data.SNIPPET_LINES
     files = [{tuple(row["text"].split("_")[1:3]) for row in rows} for rows in sides]
     assert not files[0] & files[1]
-
-
-def files_of(corpus: DatasetDict) -> dict[str, int]:
-    """The files of a corpus, and when they were written."""
-    return {
-        file["filename"]: os.stat(file["filename"]).st_mtime_ns for rows in corpus.values() for file in rows.cache_files
-    }
-
-
-def test_embedded_corpus_is_cached_by_what_it_depends_on() -> None:
-    first = data.embedded_corpus("clm", 20_000)
-    assert sum(map(len, first["train"]["text"])) == 20_000
-    assert first["validation"].column_names == ["text"]
-
-    files = files_of(first)
-    again, other = data.embedded_corpus("clm", 20_000), data.embedded_corpus("clm", 30_000)
-    assert files
-    assert files_of(again) == files
-    assert again["train"]["text"][:] == first["train"]["text"][:]
-    assert not files.keys() & files_of(other).keys()
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -174,27 +130,6 @@ def test_tokenizer_gives_back_any_text(tokenizers: dict[str, PreTrainedTokenizer
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert tokenizer.pad_token is not None
     assert len(tokenizer) <= 400
-
-
-def test_tokenizers_have_the_special_tokens_of_their_family(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    bert, gpt2 = tokenizers["bert"], tokenizers["gpt2"]
-    assert bert.convert_ids_to_tokens(bert("x")["input_ids"])[0] == "[CLS]"
-    assert bert.convert_ids_to_tokens(bert("x")["input_ids"])[-1] == "[SEP]"
-    assert bert.mask_token == "[MASK]"
-    assert gpt2.eos_token == gpt2.bos_token == "<|endoftext|>" != gpt2.pad_token
-
-
-def test_tokenizer_is_trained_once_and_kept(tmp_path: Path) -> None:
-    texts = Dataset.from_dict({"text": TEXTS})
-    first = data.trained_tokenizer("gpt2", texts, "text", 400, 64, tmp_path)
-    (folder,) = tmp_path.iterdir()
-    assert folder.name.startswith("tokenizer-gpt2-")
-    written = folder.stat().st_ino, folder.stat().st_mtime_ns
-    kept = data.trained_tokenizer("gpt2", texts, "text", 400, 64, tmp_path)
-    assert kept.get_vocab() == first.get_vocab()
-    assert (folder.stat().st_ino, folder.stat().st_mtime_ns) == written
-    data.trained_tokenizer("gpt2", texts, "text", 500, 64, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_tokenizer_training_in_several_runs_at_once_leaves_one_whole_folder(tmp_path: Path) -> None:
@@ -296,12 +231,6 @@ def test_bad_labels_are_named(tokenizers: dict[str, PreTrainedTokenizerBase]) ->
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def test_perplexity_by_hand() -> None:
-    metric = metrics.Perplexity(keep_in_memory=True)
-    assert metric.compute(predictions=[math.log(2), math.log(8)])["perplexity"] == pytest.approx(4)
-    assert metric.compute(predictions=[1000.0])["perplexity"] == math.inf
-
-
 def test_accuracy_and_f1_equal_sklearn() -> None:
     reference = pytest.importorskip("sklearn.metrics")
     generator = np.random.default_rng(0)
@@ -331,16 +260,6 @@ def test_token_metrics_equal_the_loss_over_all_logits(shift: int) -> None:
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
-def test_full_size_models_have_their_published_size(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    for name, task, size in (("gpt2-124m", "clm", 124_439_808), ("bert-110m", "classification", 109_482_240 + 4 * 769)):
-        with torch.device("meta"):
-            config = models.load_config(task, name)
-            family = tokenizers[config.model_type]
-            labels = ["a", "b", "c", "d"] if task == "classification" else []
-            model = models.load_model(task, name, config, family, labels)
-        assert model.num_parameters() == size
 
 
 def test_models_that_do_not_fit_the_task_are_refused() -> None:
@@ -424,7 +343,3 @@ def test_an_error_on_this_rank_is_an_error_everywhere() -> None:
 
     with pytest.raises(UserError, match="saving failed on rank 0: OSError: .*No space left"):
         console.everywhere(full, "saving")
-
-
-def test_numbers_for_people() -> None:
-    assert [console.number(value) for value in (0.123456, 12345.6, math.inf)] == ["0.1235", "12,346", "inf"]
