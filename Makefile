@@ -55,6 +55,10 @@ programs: $(READY) ## compare random programs with plain data parallel, N=1000 o
 mutants: $(READY) ## plant bugs in copies of the package, one at a time; the default tests must fail (ARGS='--only …' for some)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
+.PHONY: compat-matrix
+compat-matrix: $(READY) ## delete one file of compat/ at a time: which programs fail then (ARGS='--only writes --verbose' for some)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compat_matrix $(ARGS)
+
 .PHONY: lint
 lint: $(READY) ## look for mistakes and for unformatted files
 	$(BIN)/ruff check $(SOURCES)

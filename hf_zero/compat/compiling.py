@@ -112,15 +112,6 @@ def blocks_of(model: nn.Module, hosts: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
-    """Return the module inside `torch.compile(model)`, and what compiles with the same settings. The wrapper calls it."""
-    inner, compile_ = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
-    if not isinstance(inner, nn.Module) or compile_ is None:
-        return model, None
-    model.__dict__["forward"] = inner.__call__
-    return inner, compile_
-
-
 def _stay_out_of_graphs() -> None:
     """Keep dynamo out of this package: where user code compiles a sharded model, hooks run between graphs."""
     from torch._dynamo import trace_rules

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..compat.compiling import take_wrapper_off
 from ..config import ZeroConfig
 from ..engine.parameter import place_of
 from ..errors import ConfigError, LayoutError, UnsupportedOptimizerError
 from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
-from ..params.shard import shard
+from ..params.shard import shard, take_wrapper_off
 from ..plan.machine import Machine, kept
 from ..sequence.parallel import SequenceParallel
 from .accelerator_state import ZeroStateMixin

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import compat, diagnostics, sequence
-from ..compat.compiling import take_wrapper_off
+from ..compat.compiling import Compile
 from ..config import ZeroConfig
 from ..core.precision import gathered_as
 from ..engine.shard import Optimizers
@@ -86,6 +86,15 @@ def shard(
     if compile_ is not None:
         engine.compile(using=compile_)
     return engine
+
+
+def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
+    """Return the module inside `torch.compile(model)`, and what compiles with the same settings. The wrapper calls it."""
+    inner, compile_ = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
+    if not isinstance(inner, nn.Module) or compile_ is None:
+        return model, None
+    model.__dict__["forward"] = inner.__call__
+    return inner, compile_
 
 
 def _check_first_forward(engine: Engine) -> None:
