@@ -172,43 +172,6 @@ def test_a_forward_returns_a_part_of_its_weight(two: RankPool) -> None:
         assert apart < 1e-5
 
 
-class Merges(nn.Linear):
-    """Registers its frozen weight again in every forward, as PEFT's LoRA on attention does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        merged = self.weight.data + 1.0
-        del self.weight
-        self.weight = nn.Parameter(merged, requires_grad=False)
-        y = super().forward(x)
-        self.weight = nn.Parameter(self.weight.data - 1.0, requires_grad=False)
-        return y
-
-
-def registered_again(rank: int, world: int, stage: int) -> float:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Merges(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model[1].weight.requires_grad_(False)
-    plain = copy.deepcopy(model)
-    pairs = [
-        (each, torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)) for each in (model, plain)
-    ]
-    engine = shard(*pairs[0], ZeroConfig(stage=stage, stall_s=20.0))
-    known = model[1].weight
-    for _ in range(3):
-        for each, optimizer in pairs:
-            step(each, optimizer)
-    assert model[1].weight is known
-    assert gathered(engine) == 0 or stage < 3
-    engine.detach()
-    return max((mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), plain.parameters()))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_frozen_parameters_are_registered_again(two: RankPool, stage: int) -> None:
-    for apart in two.run(registered_again, stage):
-        assert apart < 1e-5
-
-
 class Inner(nn.Module):
     """A block with an activation that losses may take."""
 
