@@ -1,7 +1,8 @@
 """Delete one file of `hf_zero/compat/` at a time from a copy of the package: which programs fail then? `make compat-matrix`.
 
-Each program runs under one row: stage 3, two ranks, fp32, no tier, or the nearest row that it accepts. What is deleted is the
-file and its registration. Names that other folders import of it become empty classes, so the package still imports.
+Each program runs under one row: stage 3, two ranks, fp32, no tier, or the nearest row that it accepts. By default these are
+the first programs of each theme, and all of the themes that serve one file; `--all` takes hours. What is deleted is the file
+and its registration. Names that other folders import of it become empty classes, so the package still imports.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tests.settings import Setting, combinations, product
 COMPAT = ROOT / "hf_zero" / "compat"
 ROW = Setting(stage=3)
 LIMIT_S = 30.0
+FEW, ALL_OF = 2, ("services", "copies", "state_dicts", "buffers", "reads")
+"""So many programs of each theme are run by default, and all of these themes."""
 ABSENT = "def __getattr__(name: str) -> type:\n    return type(name, (), {})\n"
 """What stands in for a deleted file whose names other folders import."""
 
@@ -35,6 +38,17 @@ def row_of(program: Program) -> Setting:
     """Return the row nearest to `ROW` that a program accepts."""
     near = combinations(ROW, 1)
     return max(product(program.factors, program.accept), key=lambda row: len(near & combinations(row, 1)))
+
+
+def usual() -> list[str]:
+    """Return the programs of the default run."""
+    taken: dict[str, int] = {}
+    out = []
+    for name, each in PROGRAMS.items():
+        taken[each.theme] = taken.get(each.theme, 0) + 1
+        if taken[each.theme] <= FEW or each.theme in ALL_OF:
+            out.append(name)
+    return out
 
 
 def delete(package: Path, name: str) -> None:
@@ -108,19 +122,21 @@ def line_of(name: str, lost: Mapping[str, str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make compat-matrix", description=__doc__)
-    parser.add_argument("programs", nargs="*", help="names of programs (all)")
+    parser.add_argument("programs", nargs="*", help="names of programs (some of each theme)")
+    parser.add_argument("--all", action="store_true", help="run all programs")
     parser.add_argument("--only", default="", help="part of a file's name")
     parser.add_argument("--verbose", action="store_true", help="print each program that fails, and why")
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--known", help=argparse.SUPPRESS)
+    parser.add_argument("--known", help="a folder in which references are kept for the next run")
     options = parser.parse_args()
-    programs = options.programs or [*PROGRAMS]
+    programs = options.programs or ([*PROGRAMS] if options.all else usual())
     if options.found is not None:
         options.found.write_text(json.dumps(run(programs, options.known)), encoding="utf-8")
         return 0
     names = [path.stem for path in sorted(COMPAT.glob("*.py")) if path.stem != "__init__" and options.only in path.stem]
     useless = []
-    with tempfile.TemporaryDirectory(prefix="known_") as known:
+    with tempfile.TemporaryDirectory(prefix="known_") as fresh:
+        known = options.known or fresh
         whole = run_without("", known, programs)
         for name, why in whole.items():
             print(f"fails in the whole package: {name}: {why}", flush=True)

@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "clipping leaves out the last span",
         "engine/clipping.py",
-        "if span.bucket.grad is not None]\n        return [power_sum",
-        "if span.bucket.grad is not None][:-1]\n        return [power_sum",
+        "if span.bucket.grad is not None]\n        return power_sum",
+        "if span.bucket.grad is not None][:-1]\n        return power_sum",
         program("clip"),
     ),
     Mutant(
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "the masters of a step are not copied to what is gathered",
         "engine/span.py",
-        "                self.local.copy_(fetch(source))",
+        "                self.local.copy_(source)",
         "                pass",
         program("loops"),
     ),
@@ -277,8 +277,8 @@ MUTANTS = (
     Mutant(
         "a write to the optimizer's tensors is not noticed",
         "engine/bound.py",
-        "        is_counted = before != self._marks and any(\n",
-        "        is_counted = not before and any(\n",
+        "        is_counted = before != self._versions\n",
+        "        is_counted = False\n",
         program("writes or optimizers"),
     ),
     Mutant(
@@ -327,8 +327,8 @@ MUTANTS = (
     Mutant(
         "a step that raised leaves the state that it made",
         "engine/step.py",
-        "        for key in [*optimizer.state]:\n            if key not in self._state:",
-        "        return True\n        for key in [*optimizer.state]:\n            if key not in self._state:",
+        "        for key in [*optimizer.state]:\n            if key not in known:",
+        "        return True\n        for key in [*optimizer.state]:\n            if key not in known:",
         ("tests/test_programs.py", "tests/regressions/test_failed_steps.py", "-k", "failures or failed"),
     ),
     Mutant(

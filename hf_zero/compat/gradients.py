@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..comm.agree import read
 from ..core.lazy_grad import DistributedGrad, Source
+from ..engine.bucket import have_local
 from ..engine.clipping import over_ranks, power_sums
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
@@ -90,7 +91,7 @@ class Gradients(Observer):
             raise StateError(
                 f"a gradient of shape {tuple(grad.shape)} was assigned to {span.name_of(index)!r} of {tuple(param.shape)}"
             )
-        if bucket.grad is None and bucket.has_local:  # this rank's own, to be reduced
+        if bucket.grad is None and have_local([bucket]):  # this rank's own, to be reduced
             held = bucket.held(index)
             if held is not None:
                 held.copy_(grad)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.lazy_grad import DistributedGrad, Source
-from ..engine.clipping import joined, over_ranks, power_sum
+from ..engine.clipping import over_ranks, power_sum
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
@@ -158,7 +158,7 @@ class GroupGradients(Observer):
 
     def _power_sum(self, segments: list[Segment], order: float) -> Tensor:
         values = [each.span.bucket.read(each.here).reshape(-1) for each in segments if each.has_grad]
-        return joined([power_sum([each], order).to(self._device) for each in values], order, self._device)
+        return power_sum(values, order, self._device)
 
     @torch.no_grad()
     def norm(self, segment: Segment, order: float) -> Tensor:
@@ -185,11 +185,11 @@ class GroupGradients(Observer):
         if not self._rounds and self.is_shared:
             mine = sum(map(len, self._groups()))
             self._rounds = [1] * (mine - 1) + [1 + max(self._wire.exchange(mine)) - mine]
-        local = power_sum([values.reshape(-1)], order).to(self._device)
+        local = power_sum([values.reshape(-1)], order, self._device)
         norms = []
         for _ in range(self._rounds.pop(0) if self.is_shared else 1):
             norms.append(over_ranks(local, order, self._wire, is_shared=self.is_shared))
-            local = joined([], order, self._device)
+            local = power_sum([], order, self._device)
         return torch.linalg.vector_norm(torch.stack(norms), order)
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ class Bound:
         self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
-        self._marks = self._current_marks()
+        self._mark_versions()
         self._read: dict[Segment, int] = {}
         """Segments whose `data` was read since the last step, with samples of their values."""
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
@@ -90,7 +90,7 @@ class Bound:
         for binding in self.bindings:
             if binding.optimizer not in self._undo:
                 self._take(binding.optimizer)
-        self._marks = self._current_marks()
+        self._mark_versions()
 
     def follow_groups(self) -> None:
         """Translate what user code has done to groups. A collective where it has; user code does the same on every rank."""
@@ -207,7 +207,7 @@ class Bound:
         self._context.wire.watch.step += 1
         self._context.wire.watch.phase = "what follows the step"
         engine.schedule.stepped()
-        self._marks = self._current_marks()
+        self._mark_versions()
         self._read.clear()
         for event in engine.events.after_step:
             event(optimizer)
@@ -245,13 +245,14 @@ class Bound:
 
     def follow_writes(self) -> None:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
-        if any(unit.is_apart for unit in self._context.units):
+        if [unit for unit in self._context.units if unit.is_apart]:
             return  # `GatheredParameters` shows values that are not in the masters yet
-        before, self._marks = self._marks, self._current_marks()
-        # Not the lists of tensors: a segment that was split in two here may be one on another rank.
-        is_counted = before != self._marks and any(
-            before.get(tensor, version) != version for tensor, version in self._marks.items()
-        )
+        known, before = self._known, self._versions
+        self._mark_versions()
+        is_counted = before != self._versions
+        if is_counted:  # not by a split alone: a segment that was split in two here may be one on another rank
+            versions = dict(zip(known, before))
+            is_counted = any(versions.get(each, now) != now for each, now in zip(self._known, self._versions))
         is_uncounted = not is_counted and self._has_uncounted_writes()
         if is_uncounted and self._context.layout.shards > 1 and not self._context.frees:
             raise StateError(
@@ -259,7 +260,7 @@ class Bound:
                 "the ranks cannot agree to gather them. Write the tensors themselves under torch.no_grad(), or call "
                 "engine.refresh() on every rank right afterwards"
             )
-        if is_counted or is_uncounted or self._has_moved():
+        if is_counted or is_uncounted or self._were_moved():
             if self._engine.hold is not None:
                 self._engine.hold.refuse_writes()
             self._refresh()
@@ -272,13 +273,14 @@ class Bound:
         self._read.clear()
         if hold is not None:
             hold.renew()
-        self._marks = self._current_marks()
+        self._mark_versions()
 
-    def _current_marks(self) -> dict[Tensor, int]:
-        """Version counters of all tensors in groups, of those without elements too: each rank must see a write."""
+    def _mark_versions(self) -> None:
+        """Take up the tensors in groups and their versions, of those without elements too: each rank must see a write."""
         groups = [group for binding in self.bindings for group in binding.optimizer.param_groups]
+        self._known: list[Tensor] = [tensor for group in groups for tensor in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
-            return {tensor: tensor._version for group in groups for tensor in group["params"]}
+            self._versions = [tensor._version for tensor in self._known]
 
     def _data_read(self, segment: Segment, values: Tensor) -> None:
         if segment not in self._read:
@@ -293,13 +295,8 @@ class Bound:
                 for segment, before in self._read.items()
             )
 
-    def _has_moved(self) -> bool:
-        for binding in self.bindings:
-            for group in binding.segments:
-                for segment in group:
-                    if segment.has_moved:
-                        return True
-        return False
+    def _were_moved(self) -> bool:
+        return bool([s for binding in self.bindings for group in binding.segments for s in group if s.was_moved])
 
 
 def _put_back(own: dict[str, Any], name: str, method: object, had: object) -> None:

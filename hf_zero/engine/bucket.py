@@ -5,6 +5,7 @@
   in the tier of the master: `OnDisk` on disk. With `step_in_backward` it is in host memory instead.
 * `factor`: multiplies a gradient on disk when it is read: clipping by a norm does not rewrite it.
 * `held`: local gradients that wait for a later backward to be reduced (`no_sync` at stages 0 and 1).
+* `tier`: stores `grad`.
 * `present`: which parameters have a gradient on any rank. A parameter without one keeps its value and its state.
 """
 
@@ -44,6 +45,7 @@ class Bucket:
         """Which parameters have had a gradient on this rank since `clear`."""
         self._held: Tensor | None = None
         self._storage = span.context.storage
+        self.tier = Tier.HOST if self._storage.transient and span.tier is Tier.DISK else span.tier
         self._account = self._storage.ledger.device
         self.reduce_dtype = span.context.precision.reduce_dtype_of(span.master_dtype)
         layout = span.layout
@@ -56,13 +58,6 @@ class Bucket:
         self._is_dense = all(part.start == end for (part, _), end in zip(self._parts, ends))
 
     # Local gradients --------------------------------------------------------------------------------------------------
-
-    @property
-    def has_local(self) -> bool:
-        """Gradients of this rank wait to be reduced."""
-        if self._held is not None:
-            return True
-        return has_raw_grads(self.span.params)
 
     def hold(self) -> None:
         """Keep local gradients for a later reduce, in float32 at least. What is float32 already stays on the parameters."""
@@ -99,7 +94,8 @@ class Bucket:
             grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads
         ]  # no call for each
         buffer, self._held = self._held, None
-        self._count_held(0)
+        if self._held_bytes:
+            self._count_held(0)
         if buffer is None:
             purpose = f"gradients of {span.layout.spec.name!r} and its neighbours"
             make = partial(torch.empty, self._numel, dtype=dtype, device=span.device)
@@ -139,7 +135,8 @@ class Bucket:
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
                 self.arrived = [True]
                 take_raw_grads(span.params)
-                self._count_held(0)
+                if self._held_bytes:
+                    self._count_held(0)
                 return grad.view(-1)  # no copy: it is the buffer, less the padding
         buffer = self._collect(self.reduce_dtype)
         if buffer.dtype != self.reduce_dtype:
@@ -162,7 +159,6 @@ class Bucket:
         # Without padding, as `take_source` may give it on another rank: an all-reduce needs equal lengths.
         return wire.average(source[: self._used_numel], mean, span.layout.index), mean, source
 
-    @torch.no_grad()
     def add(self, mean: Tensor) -> None:
         """Add a reduced gradient of this rank's slice."""
         tier = self.tier
@@ -199,7 +195,8 @@ class Bucket:
         account = self._account
         account.now["communication"] += nbytes - self._moving_bytes
         self._moving_bytes = nbytes
-        account.record_peak()
+        if nbytes:
+            account.record_peak()
 
     def count_grad(self) -> None:
         """The ledger has the reduced gradient that is in memory."""
@@ -208,15 +205,13 @@ class Bucket:
         held = self.grad if self._home is None else self._home
         nbytes = held.nbytes if isinstance(held, Tensor) else 0
         if nbytes != self._grad_bytes:
-            ledger = self._storage.ledger
-            account = ledger.device if self.tier is Tier.DEVICE else ledger.host
-            account.add("gradients", nbytes - self._grad_bytes)
-            self._grad_bytes = nbytes
-
-    @property
-    def tier(self) -> Tier:
-        """Return the tier that stores `grad`."""
-        return Tier.HOST if self._storage.transient and self.span.tier is Tier.DISK else self.span.tier
+            change, self._grad_bytes = nbytes - self._grad_bytes, nbytes
+            if self.tier is not Tier.DEVICE:
+                self._storage.ledger.host.add("gradients", change)
+                return
+            self._account.now["gradients"] += change
+            if change > 0:
+                self._account.record_peak()
 
     def _home_of_grad(self) -> Values:
         if self._home is None:
@@ -333,7 +328,8 @@ class Bucket:
 
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""
-        self.land()
+        if self._arrival is not None:
+            self.land()
         self.grad = self.factor = None
         self.count_grad()
         self.present = [False] * len(self.present)
@@ -360,8 +356,16 @@ class Bucket:
         """Forget gradients that are not reduced."""
         take_raw_grads(self.span.params)
         self._held = None
-        self._count_held(0)
+        if self._held_bytes:
+            self._count_held(0)
         self.arrived = [False] * len(self.arrived)
+
+
+def have_local(buckets: Sequence[Bucket]) -> bool:
+    """Return whether gradients of this rank wait to be reduced."""
+    if [bucket for bucket in buckets if bucket._held is not None]:
+        return True
+    return has_raw_grads([param for bucket in buckets for param in bucket.span.params])
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -52,21 +52,20 @@ def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tens
 
 
 @torch.no_grad()
-def clip_norm(parts: Parts, wire: SoloWire, max_norm: float, order: float) -> Tensor:
+def clip_norm(parts: Parts, context: Context, max_norm: float, order: float) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`; returns the norm before. A collective.
 
     Args:
         order: of the norm, `inf` too.
     """
-    device = next(iter(parts)).device if parts else torch.device("cpu")
+    wire, may_fail = context.wire, context.storage.uses_disk
 
-    def local() -> list[Tensor]:
+    def local() -> Tensor:
         having = [(span, chosen) for span, chosen in parts.items() if span.bucket.grad is not None]
-        return [power_sum(_values(span, chosen), order).to(device) for span, chosen in having]
+        return power_sum((values for span, chosen in having for values in _values(span, chosen)), order, context.device)
 
-    sums = read(wire, local, may_fail=any(span.context.storage.uses_disk for span in parts))
-    norm = over_ranks(joined(sums, order, device), order, wire, is_shared=any(span.layout.shards > 1 for span in parts))
-    if not any(span.master_dtype.to_real() == torch.float64 for span in parts):
+    norm = over_ranks(read(wire, local, may_fail=may_fail), order, wire, is_shared=context.layout.shards > 1)
+    if not {span.master_dtype for span in parts} & {torch.float64, torch.complex128}:
         norm = norm.float()
     if max_norm == float("inf"):
         return norm
@@ -83,7 +82,7 @@ def clip_norm(parts: Parts, wire: SoloWire, max_norm: float, order: float) -> Te
                 values = span.bucket.read(part)
                 span.bucket.write(part, values.mul_(scale.to(values.device, values.dtype)))
 
-    read(wire, clip, may_fail=any(span.context.storage.uses_disk for span in parts))
+    read(wire, clip, may_fail=may_fail)
     return norm
 
 
@@ -107,48 +106,39 @@ def over_ranks(powers: Tensor, order: float, wire: SoloWire, *, is_shared: bool)
     return total.sqrt() if order == 2.0 else total ** (1.0 / order)
 
 
-def joined(sums: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """One sum of powers of several: 0-dim float64."""
-    if not sums:
-        return torch.full((), -math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
-    return torch.stack([*sums]).max() if math.isinf(order) else torch.stack([*sums]).sum()
-
-
-def power_sum(parts: Iterable[Tensor], order: float) -> Tensor:
-    """The sum of `|x| ** order` in float64 of the parts of one gradient: order 0 counts what is not 0.
+def power_sum(parts: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
+    """The sum of `|x| ** order` of 1-D tensors, 0-dim float64 on `device`: order 0 counts what is not 0.
 
     Of order `inf` it is the largest magnitude, of `-inf` the smallest with a minus: maxima join both.
 
-    The result does not depend on where parts end, as long as all but the last are whole rows.
+    The result does not depend on where a gradient is divided, as long as all of its parts but the last are whole rows.
     """
     rows: list[Tensor] = []
     rest: list[Tensor] = []  # of less than a row
     for values in parts:
-        if math.isinf(order):
-            if values.numel():
-                each = values.abs()
-                rows.append((each.max() if order > 0 else -each.min()).double().view(1))
-            continue
-        whole = values.numel() // _ROW_NUMEL * _ROW_NUMEL
-        for part, into in ((values[:whole].view(-1, _ROW_NUMEL), rows), (values[whole:].view(1, -1), rest)):
-            if part.numel():
-                norms = torch.linalg.vector_norm(part, order, dim=1).double()
-                into.append(norms.pow(order) if order else norms)
+        numel = values.numel()
+        whole = numel - numel % _ROW_NUMEL
+        if whole:
+            norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW_NUMEL), order, dim=1)
+            rows.append(norms if norms.device == device else norms.to(device))
+        if whole < numel:
+            norms = torch.linalg.vector_norm(values[whole:].view(1, -1), order, dim=1)
+            rest.append(norms if norms.device == device else norms.to(device))
+    if not rows and not rest:
+        return torch.full((), -math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
     # Whole rows in one sum: the last bit of a norm follows the order of its sums.
-    found = [torch.cat(each) for each in (rows, rest) if each]
-    if not found:
-        return joined([], order, torch.device("cpu"))
+    norms = torch.cat([*rows, *rest]).double()
     if math.isinf(order):
-        return found[0].max()
-    return found[0].sum() + found[1].sum() if len(found) > 1 else found[0].sum()
+        return norms.max() if order > 0 else (-norms).max()
+    powers, numel = norms.pow(order) if order else norms, sum(map(len, rows))
+    return powers[:numel].sum() + powers[numel:].sum()
 
 
 def power_sums(parts: Sequence[Tensor], order: float) -> Tensor:
     """`power_sum` of each of these 1-D tensors, which are on one device: 1-D."""
-    if (
-        not parts or order <= 0 or parts[0].device.type == "cpu"
-    ):  # torch's float32 norm on a CPU loses digits with length
-        return torch.stack([power_sum([part], order) for part in parts])
+    device = parts[0].device
+    if order <= 0 or device.type == "cpu":  # torch's float32 norm on a CPU loses digits with length
+        return torch.stack([power_sum([part], order, device) for part in parts])
     norms = torch.stack([part.sum() if not part.numel() else torch.linalg.vector_norm(part, order) for part in parts])
     return norms.double() if math.isinf(order) else norms.double().pow(order)
 
@@ -160,7 +150,7 @@ def _values(span: Span, chosen: Iterable[slice]) -> Iterator[Tensor]:
             yield span.bucket.read(slice(start, min(start + step, part.stop)))
 
 
-def clip_value(parts: Parts, wire: SoloWire, limit: float) -> None:
+def clip_value(parts: Parts, context: Context, limit: float) -> None:
     """Clamp gradients to `[-limit, limit]`. A collective where a rank uses a disk."""
 
     def clamp() -> None:
@@ -170,4 +160,4 @@ def clip_value(parts: Parts, wire: SoloWire, limit: float) -> None:
                     piece = slice(start, min(start + _PART_NUMEL, part.stop))
                     span.bucket.write(piece, span.bucket.read(piece).clamp_(-limit, limit))
 
-    read(wire, clamp, may_fail=any(span.context.storage.uses_disk for span in parts))
+    read(context.wire, clamp, may_fail=context.storage.uses_disk)

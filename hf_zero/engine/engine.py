@@ -60,7 +60,7 @@ class Engine:
         self.saves = Saves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
-        self._presence = Presence(context, self.schedule.reduce_late, self._split)
+        self._presence = Presence(context, self.schedule, bindings)
         self._undo: list[Callable[[], object]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
             spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]
@@ -125,11 +125,6 @@ class Engine:
     def fit_segments(self, span: Span) -> None:
         """After a change of `bucket.present`, the same on every rank: optimizers see which parameters have a gradient."""
         self._presence.fit(span)
-
-    def _split(self, span: Span) -> None:
-        for binding in self.bindings:
-            if span in binding.spans:
-                binding.split(span)
 
     @contextmanager
     def no_sync(self, *, defer: bool = False) -> Iterator[None]:
@@ -260,7 +255,7 @@ class Engine:
         with self._wire.watch.doing("clip_grad_norm_()"):
             self.complete_gradients("clip_grad_norm_")
             parts = parts_to_clip(self.trained, self.context, parameters)
-            return clip_norm(parts, self._wire, float(max_norm), float(norm_type))
+            return clip_norm(parts, self.context, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
@@ -269,7 +264,7 @@ class Engine:
             LayoutError: a parameter is not of the sharded model.
         """
         self.complete_gradients("clip_grad_value_")
-        clip_value(parts_to_clip(self.trained, self.context, parameters), self._wire, clip_value_)
+        clip_value(parts_to_clip(self.trained, self.context, parameters), self.context, clip_value_)
 
     def complete_gradients(self, what: str) -> None:
         """Make reduced gradients ready for use outside of a step: what waits on this rank is reduced. A collective then.

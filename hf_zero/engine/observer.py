@@ -10,48 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-EVENTS = (
-    "before_forward",
-    "after_forward",
-    "before_part",
-    "before_backward",
-    "after_backward",
-    "before_gradients",
-    "gradients_written",
-    "before_step",
-    "after_step",
-    "step_paused",
-    "after_zero_grad",
-    "tell",
-    "told",
-    "use_begun",
-    "use_ended",
-    "before_gather",
-    "unit_unsharded",
-    "unit_resharded",
-    "before_reduce",
-    "unit_reduced",
-    "before_save",
-    "after_load",
-    "writes_dropped",
-    "master_read",
-    "before_unsharded",
-    "sharded_read",
-    "data_read",
-    "data_assigned",
-    "grad_read",
-    "grad_assigned",
-    "segment_grad_read",
-    "segment_grad_assigned",
-    "segment_data_read",
-    "requires_grad_set",
-    "param_copied",
-)
-"""Methods that an `Observer` may have."""
-
 
 class Observer:
-    """Base of everything that attaches to an engine. Subclasses define any of the methods in `EVENTS`.
+    """Base of everything that attaches to an engine. Subclasses define any of the methods in `Events`.
 
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
@@ -102,7 +63,7 @@ class Events:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
-        for name in EVENTS:
+        for name in Events.__annotations__:
             setattr(self, name, [getattr(each, name) for each in observers if hasattr(each, name)])
 
     before_forward: list[Callable[..., None]]

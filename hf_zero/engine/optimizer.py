@@ -92,9 +92,10 @@ class Binding:
         """After a step: tensors that the optimizer has given other memory are views of the master again."""
         for group in self.segments:
             for segment in group:
-                before = segment.memory
-                if before is None or segment.tensor.data_ptr() == before.data_ptr() or not segment.numel:
+                segment.was_moved = False
+                if not segment.has_moved:
                     continue
+                before: Any = segment.span.master[segment.here]
                 values = segment.tensor.detach()
                 entries = self.state_of(segment)
                 for name, value in entries.items():  # it may have kept the former memory

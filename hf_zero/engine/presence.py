@@ -6,73 +6,68 @@ must not see zeros for it. Segments are split here, and only here, so that each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from .bucket import have_local
 from .context import Context
+from .optimizer import Binding
 from .parameter import raw_grad
+from .schedule import Schedule
 from .segments import runs_of
 from .span import Span
-from .unit import Unit
-
-Flags = list[bool]
 
 
 class Presence:
     """Agrees on gradients that are present.
 
     Args:
-        reduce_late: reduces units that no rank reduced in order. A collective.
-        split: splits segments of a span in runs of members, and shows their gradients.
+        schedule: reduces units that no rank reduced in order.
+        bindings: optimizers whose segments are split.
     """
 
-    def __init__(
-        self, context: Context, reduce_late: Callable[[Sequence[Unit]], None], split: Callable[[Span], None]
-    ) -> None:
-        self._context, self._reduce_late, self._split = context, reduce_late, split
-        self._mine: list[Flags] = [self._flags(unit) for unit in context.units]
+    def __init__(self, context: Context, schedule: Schedule, bindings: Sequence[Binding]) -> None:
+        self._context, self._schedule, self._bindings = context, schedule, bindings
+        self._mine = self._flags()
         """By unit, the flags of this rank that `_agreed` was made of."""
-        self._agreed: list[Flags] = [list(flags) for flags in self._mine]
+        self._agreed = [list(flags) for flags in self._mine]
 
     def agree(self) -> None:
         """After the reduces of a backward. A collective."""
-        units = self._context.units
+        units, events, wire = self._context.units, self._context.events, self._context.wire
         self._land()
-        late = [unit.has_local_grads if unit.trained else False for unit in units]
-        mine = [self._flags(unit) for unit in units]
+        are_late = have_local([span.bucket for unit in units for span in unit.trained])
+        late = [are_late and unit.has_local_grads for unit in units]
+        mine = self._flags()
         changed = [flags != before for flags, before in zip(mine, self._mine)]
-        events = self._context.events
         told = [tell() for tell in events.tell]
-        found = self._context.wire.start_maximum(
-            [
-                *map(int, late),
-                *map(int, changed),
-                *(value for values in told for value in values),
-                self._context.severity,
-            ],
-            at_end=True,
-        )()
+        values = [value for values in told for value in values]
+        found = wire.start_maximum([*late, *changed, *values, self._context.severity], at_end=True)()
         self._context.raise_failures("backward", found.pop())
         start = 2 * len(units)
         for hear, values in zip(events.told, told):
             hear(found[start : start + len(values)])
             start += len(values)
-        del found[2 * len(units) :]
-        if any(found[: len(units)]):
-            self._reduce_late([unit for unit, flag in zip(units, found) if flag])
+        late_units = [unit for unit, flag in zip(units, found) if flag]
+        if late_units:
+            self._schedule.reduce_late(late_units)
             self._land()
-        if any(found[len(units) :]):
-            numbers = [number for number, flag in enumerate(found[len(units) :]) if flag]
+        numbers = [number for number, flag in enumerate(found[len(units) : 2 * len(units)]) if flag]
+        if numbers:
             for number in numbers:
                 self._agreed[number] = [False] * len(mine[number])
-            for theirs in self._context.wire.exchange({number: mine[number] for number in numbers}):
+            for theirs in wire.exchange({number: mine[number] for number in numbers}):
                 for number, flags in theirs.items():
                     self._agreed[number] = [old or new for old, new in zip(self._agreed[number], flags)]
             self._mine = mine
         for unit, flags in zip(units, self._agreed):
             start = 0
             for span in unit.trained:
-                self.set(span, flags[start : start + len(span.params)])
-                start += len(span.params)
+                stop = start + len(span.params)
+                span.bucket.present = flags[start:stop] if span.bucket.grad is not None else [False] * (stop - start)
+                for segment in span.segments:
+                    segment.is_cleared = False
+                self.fit(span)
+                start = stop
 
     def _land(self) -> None:
         """Gradients are where they are stored."""
@@ -81,38 +76,29 @@ class Presence:
                 for span in unit.trained:
                     span.bucket.land()
 
-    @staticmethod
-    def _flags(unit: Unit) -> Flags:
-        """By parameter of the trained spans: whether this rank has had a gradient of it since the last `zero_grad`."""
-        flags: Flags = []
-        for span in unit.trained:
-            arrived = span.bucket.arrived
-            if all(arrived):
+    def _flags(self) -> list[list[bool]]:
+        """By unit, and parameter of its trained spans: whether this rank has had a gradient of it since `zero_grad`."""
+        out: list[list[bool]] = []
+        for unit in self._context.units:
+            flags: list[bool] = []
+            for span in unit.trained:
+                arrived = span.bucket.arrived
+                if False in arrived:
+                    arrived = [old or raw_grad(param) is not None for old, param in zip(arrived, span.params)]
                 flags += arrived
-            else:
-                flags += [old or raw_grad(param) is not None for old, param in zip(arrived, span.params)]
-        return flags
-
-    def set(self, span: Span, present: Flags) -> None:
-        """These parameters of a span have a gradient from now on. The same on every rank."""
-        bucket = span.bucket
-        if bucket.grad is None:
-            present = [False] * len(present)
-        if present != bucket.present:
-            bucket.present = present
-            self.fit(span)
-        for segment in span.segments:
-            segment.is_cleared = False
-            segment.show_grad()
+            out += (flags,)
+        return out
 
     def fit(self, span: Span) -> None:
         """Let every segment of a span have a gradient as a whole, or none."""
         bucket = span.bucket
         present = bucket.present
-        if not any(present):
+        if True not in present:
             bucket.grad = None
             bucket.count_grad()
-        elif not all(present) and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
-            self._split(span)
+        elif False in present and any(len(runs_of(segment, present.__getitem__)) > 1 for segment in span.segments):
+            for binding in self._bindings:
+                if span in binding.spans:
+                    binding.split(span)
         for segment in span.segments:
             segment.show_grad()

@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .unit import Unit
 
-_UNDER_WAY = 1
-"""Units whose reduce may be under way while the backward runs: buffers of so many are in memory."""
-
 
 class Reduces:
-    """Units whose gradients are to be reduced, and those whose reduce is under way."""
+    """Units whose gradients are to be reduced, and the one whose reduce is under way: buffers of one are in memory."""
 
     def __init__(self) -> None:
         self._answer: Callable[[], Iterable[Unit]] | None = None
         self._order: deque[Unit] = deque()
-        self._under_way: deque[Unit] = deque()
+        self._under_way: Unit | None = None
 
     def begin(self, answer: Callable[[], Iterable[Unit]] | None = None) -> None:
         """A backward begins.
@@ -50,18 +47,19 @@ class Reduces:
             return
         for span in unit.trained:
             span.bucket.count_fresh()
-        while len(self._under_way) >= _UNDER_WAY:
-            self._under_way.popleft().finish_reduce()
+        if self._under_way is not None:
+            self._under_way.finish_reduce()
         unit.reduce()
-        self._under_way.append(unit)
+        self._under_way = unit
 
     def finish(self) -> None:
         """Reduce what is left, and return when nothing is under way."""
         self.advance({})
-        while self._under_way:
-            self._under_way.popleft().finish_reduce()
+        if self._under_way is not None:
+            self._under_way.finish_reduce()
+        self._under_way = None
 
     def drop(self) -> None:
         """A backward raised: forget its reduces."""
         self.begin()
-        self._under_way.clear()
+        self._under_way = None

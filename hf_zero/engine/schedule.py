@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
 from ..core.units import is_plain_embedding
 from ..errors import StallError, StateError
@@ -194,7 +194,7 @@ class Schedule:
         if self.frees:
             for event in self.events.use_begun:
                 event(unit)
-        named = unit.named("forward")
+        named = unit.named("forward") if profiler._is_profiler_enabled else None
         calls.append((use, next_sequence_number(), named))
 
     def _prefetch(self, unit: Unit) -> None:
@@ -214,7 +214,8 @@ class Schedule:
         if named is not None:
             named.__exit__(None, None, None)
         in_backward = backward_id() >= 0
-        self._running[unit.index] = max(0, self._running[unit.index] - 1)
+        if self._running[unit.index]:
+            self._running[unit.index] -= 1
         found = tensors_in(output) if self.frees or use is not None else []
         if self.frees:
             for event in self.events.use_ended:
@@ -224,7 +225,7 @@ class Schedule:
             nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
             if use.is_lookup and not all(is_lookup(node) for node in nodes):
                 use.reads = True
-            hook = weakly(self, Schedule.enter_by, token, gone=GONE)
+            hook = weakly(self, Schedule.enter, token, gone=GONE)
             for node in nodes:
                 node.register_prehook(hook)
             if not found and output is not None and self.frees:
@@ -302,12 +303,9 @@ class Schedule:
             self.tape.list_reachable()
         self._walk = Walk(self.tape.uses)
 
-    def enter_by(self, token: Token) -> None:
-        """The backward comes to the output of the use that a hook owns the token of."""
-        self.enter(token.use)
-
-    def enter(self, use: Use) -> None:
+    def enter(self, token: Token) -> None:
         """The backward comes to the output of a use."""
+        use = token.use
         if not self.in_backward:
             self.begin()
         if backward_id() != self._task:
@@ -349,7 +347,7 @@ class Schedule:
             self.begin()
             for use in self._walk.ahead:
                 if use.index == unit.index and use.reads:
-                    self.enter(use)  # in the order of the tape, like the ranks that come to its output
+                    self.enter(Token(use))  # in the order of the tape, like the ranks that come to its output
                     return True
         self._need(unit, kept=True)
         return True

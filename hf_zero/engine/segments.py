@@ -56,6 +56,7 @@ class SegmentTensor(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         set_raw_data(self, values)
+        self._zero_segment.was_moved = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -103,14 +104,15 @@ class Segment:
         tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
             master on disk it is NaN and never has a gradient: the optimizer's own step passes over it.
         is_cleared: user code set its gradient to None since the last backward.
+        was_moved: user code gave the tensor other memory (`tensor.data = values`) since `settle_memory`.
         trains: one of the parameters requires a gradient. The tensor's flag says so too, until user code sets it.
     """
 
-    __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor", "trains")
+    __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor", "trains", "was_moved")
 
     def __init__(self, span: Span, start: int, stop: int, members: Sequence[int]) -> None:
         self.span, self.start, self.stop, self.members = span, start, stop, list(members)
-        self.is_cleared = False
+        self.is_cleared = self.was_moved = False
         self.tensor: nn.Parameter
         self.trains: bool
         self.refill()
@@ -143,18 +145,14 @@ class Segment:
         return part.view(self.span.layout.slots[self.members[0]].spec.shape) if self.is_matrix else part
 
     @property
-    def memory(self) -> Tensor | None:
-        """The elements of the master, 1-D; None on disk."""
-        return None if isinstance(self.span.master, OnDisk) else self.span.master[self.here]
-
-    @property
     def has_moved(self) -> bool:
-        """The tensor was given other memory than the master's (`tensor.data = values`)."""
-        master = self.span.master
-        if isinstance(master, OnDisk) or not self.numel:
+        """The tensor has other memory than the master's."""
+        span = self.span
+        if span.tier is Tier.DISK or self.start == self.stop:
             return False
+        master: Any = span.master
         with torch._C.DisableTorchFunctionSubclass():
-            return self.tensor.data_ptr() != master.data_ptr() + self.start * master.element_size()
+            return self.tensor.data_ptr() != master.data_ptr() + self.start * span.master_dtype.itemsize
 
     @property
     def shape(self) -> torch.Size:
@@ -213,11 +211,13 @@ class Segment:
 
     def show_grad(self) -> None:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
-        span, shown = self.span, None
-        grad, context = span.bucket.grad, span.context
-        is_hidden = context.away or (context.is_stepping and span.tier is not Tier.DEVICE)
-        if isinstance(grad, Tensor) and not is_hidden and self.has_grad and not isinstance(span.master, OnDisk):
-            shown = grad[self.start : self.stop].view(self.tensor.shape)
+        span, context, shown = self.span, self.span.context, None
+        is_hidden = context.away or span.tier is Tier.DISK or (context.is_stepping and span.tier is not Tier.DEVICE)
+        if self.has_grad and not is_hidden:
+            grad: Any = span.bucket.grad
+            shown, shape = grad[self.start : self.stop], self.tensor.shape
+            if shown.shape != shape:
+                shown = shown.view(shape)
         put_grad(self.tensor, shown)
 
 

@@ -78,6 +78,7 @@ class Span:
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
         self._storage = self.full.untyped_storage()
         self.full_bytes = self.full.nbytes
+        self._own_views = 3 + 2 * len(self.views)  # `full`, `local`, the storage; each view and its parameter
         self._states: dict[str, OnDisk] = {}
         self._gathered_bytes = 0 if self.stays else self.full_bytes
         context.storage.ledger.device.add("gathered", self._gathered_bytes)
@@ -170,7 +171,7 @@ class Span:
     @property
     def is_alias(self) -> bool:
         """The master is the memory of `local`."""
-        return self.stays and isinstance(self.master, Tensor) and self.master.data_ptr() == self.local.data_ptr()
+        return self.master is self.local
 
     def open(self, purpose: str) -> None:
         """Give `full` its storage back; the values are undefined.
@@ -178,7 +179,7 @@ class Span:
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        if not self.is_readable:
+        if not self.stays and not self._gathered_bytes:
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes
@@ -187,16 +188,14 @@ class Span:
         """Start to fill `local` from the master, or from its copy."""
         if self._hidden:
             return self._load_master()
-        if (
-            self.tier is not Tier.DEVICE and self.copy is None
-        ):  # `local` has the values: code that wrote the master wrote it
-            return DONE
+        if self.tier is not Tier.DEVICE and self.copy is None:
+            return DONE  # `local` has the values: code that wrote the master wrote it
         source = self.master if self.copy is None else self.copy
         if source is self.master and self.compute_dtype != self.master_dtype:
             return self._load_master()
         if self.tier is Tier.DEVICE or self.copy_tier is Tier.DEVICE:
-            if not (self.stays and self.is_alias):
-                self.local.copy_(fetch(source))
+            if source is not self.local:
+                self.local.copy_(source)  # type: ignore[arg-type]  # on the device
             return DONE
         return self.context.storage_tier(self.copy_tier).load(source, self.local)
 
@@ -425,9 +424,8 @@ class Span:
     @property
     def outside_views(self) -> int:
         """Return the number of tensors of user code, or of a graph, that have the memory of `full`."""
-        segments = len(self.segments) if self.stays and self.is_alias else 0
         count: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return count - 3 - 2 * len(self.views) - segments
+        return count - self._own_views - (len(self.segments) if self.master is self.local else 0)
 
     def part_of(self, index: int) -> Extent[Slot] | None:
         """This rank's elements of one parameter. "Here" is the slice."""

@@ -192,7 +192,7 @@ class Snapshot:
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._params: list[nn.Parameter] = [param for group in self._groups for param in group["params"]]
         self._versions = self._current()
-        self._state = {key: dict(entries) for key, entries in optimizer.state.items() if isinstance(entries, dict)}
+        self._state = [(key, dict(each)) for key, each in dict.items(optimizer.state) if isinstance(each, dict)]
         self._state_versions = self._current_states()
 
     def _current(self) -> list[tuple[int, int, int | None]]:
@@ -210,8 +210,12 @@ class Snapshot:
         ]
 
     def _current_states(self) -> list[int]:
-        states = self._state.values()
-        return [value._version for entries in states for value in entries.values() if isinstance(value, Tensor)]
+        return [
+            value._version
+            for _, entries in self._state
+            for value in entries.values()
+            if value.__class__ is Tensor or isinstance(value, Tensor)
+        ]
 
     def restore(self) -> bool:
         """Return whether nothing was written; then options and entries of state are as they were."""
@@ -224,10 +228,11 @@ class Snapshot:
         for group, options in zip(optimizer.param_groups, self._groups):
             group.clear()
             group.update(options)
+        known = dict(self._state)
         for key in [*optimizer.state]:
-            if key not in self._state:
+            if key not in known:
                 del optimizer.state[key]
-        for key, entries in self._state.items():
+        for key, entries in known.items():
             optimizer.state[key].clear()
             optimizer.state[key].update(entries)
         return True

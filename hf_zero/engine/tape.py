@@ -203,8 +203,9 @@ class Tape:
             seen[index] += 1
         every = (1 << _MASK_BITS) - 1
         # The maximum of the masks and of their complements: equal on every rank exactly if the two are complements.
-        reads = any(use.is_lookup and use.reads for use in self.uses)
-        answer = wire.start_maximum([*masks, *(every & ~mask for mask in masks), reads, *marks])
+        others = [every & ~mask for mask in masks]
+        reads = bool([use for use in self.uses if use.is_lookup and use.reads])
+        answer = wire.start_maximum([*masks, *others, reads, *marks])
 
         def units_in_order() -> list[Unit]:
             found = answer()
@@ -214,7 +215,7 @@ class Tape:
                 for use in self.uses:
                     use.reads = True
             agreed = found[: len(units)]
-            if any(high != every & ~low for high, low in zip(agreed, found[len(units) :])):
+            if [every & ~low for low in found[len(units) :]] != agreed:
                 agreed = [0] * len(units)
                 for theirs in wire.exchange(masks):
                     agreed = [mine | other for mine, other in zip(agreed, theirs)]

@@ -21,6 +21,7 @@ from torch.autograd import profiler
 from ..comm.inflight import DONE, Inflight
 from ..errors import StateError, TierError
 from ..tiers.tier import Tier
+from .bucket import have_local
 from .context import Context
 from .parameter import set_released
 from .span import Span
@@ -205,14 +206,11 @@ class Unit:
 
     @property
     def has_local_grads(self) -> bool:
-        for span in self.trained:  # noqa: SIM110 -- called for every unit of every backward
-            if span.bucket.has_local:
-                return True
-        return False
+        return have_local([span.bucket for span in self.trained])
 
     def reduce(self) -> None:
         """Start to send this rank's gradients to their owners."""
-        self._run(self._reduce, "reduce")
+        self._run(self._reduce, "reduce", of_gradients=True)
 
     def _reduce(self) -> None:
         if self._reduces:
@@ -227,7 +225,7 @@ class Unit:
         """Return when the owners' gradients are complete."""
         if not self._reduces:
             return
-        self._run(self._finish_reduce, "wait for reduce")
+        self._run(self._finish_reduce, "wait for reduce", of_gradients=True)
         for event in self.events.unit_reduced:
             event(self)
 
@@ -252,9 +250,13 @@ class Unit:
         if self.state is State.GATHERING:
             self.wait()
 
-    def _run(self, action: Callable[[], None], name: str) -> None:
-        """Run an action without building a graph, under the unit's name in a profiler's trace."""
-        builds_graph = torch.is_grad_enabled()  # in a forward, or in a backward that builds a graph of itself
+    def _run(self, action: Callable[[], None], name: str, *, of_gradients: bool = False) -> None:
+        """Run an action, under the unit's name in a profiler's trace.
+
+        Args:
+            of_gradients: gradients may have a graph of their own, of which the action is no part.
+        """
+        builds_graph = of_gradients and torch.is_grad_enabled()
         named = self.named(name) if profiler._is_profiler_enabled else None
         try:
             if builds_graph:  # torch.no_grad() would take five calls
@@ -266,10 +268,8 @@ class Unit:
             if named is not None:
                 named.__exit__(None, None, None)
 
-    def named(self, what: str) -> AbstractContextManager[object] | None:
-        """Begin a range of a profiler's trace, which the caller ends; None where no profiler runs."""
-        if not profiler._is_profiler_enabled:
-            return None
+    def named(self, what: str) -> AbstractContextManager[object]:
+        """Begin a range of a profiler's trace, which the caller ends."""
         entered: AbstractContextManager[object] = profiler.record_function(f"hf_zero::{what} {self.name}")
         entered.__enter__()
         return entered
