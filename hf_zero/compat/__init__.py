@@ -16,10 +16,8 @@ from .generation import Generation
 from .gradients import Gradients
 from .group_gradients import GroupGradients
 from .methods import Methods
-from .names import Names
 from .on_demand import OnDemand
 from .preemption import Preemptions
-from .registered_again import RegisteredAgain
 from .replaced import Replaced
 from .saved_tensors import SavedTensors
 from .shared_memory import SharedMemory
@@ -40,13 +38,11 @@ def observers() -> list[Observer]:
         Freezing(),
         Buffers(),
         Compiling(),
-        RegisteredAgain(),
         Copies(),
         DistributedCheckpoint(),
         Generation(),
         Gradients(),
         Methods(),
-        Names(),
         GroupGradients(),
         Preemptions(),
         StateDicts(),

@@ -1,14 +1,22 @@
-"""User code replaces a parameter or a submodule (`module.weight = nn.Parameter(x)`, `load_state_dict(assign=True)`): an error.
+"""Parameters and submodules that user code replaces, or deletes and registers again.
 
-The optimizer and the engine would keep the old parameters, and the new ones would silently never be trained or saved.
+Another parameter in the place of a sharded one (`module.weight = nn.Parameter(x)`, `load_state_dict(assign=True)`), or a
+submodule without it, is an error: the optimizer and the engine would keep the old parameters, and the new ones would silently
+never be trained or saved.
+
+A frozen parameter under the name of a frozen one is taken as `known.data = param`: the model keeps the objects that its engine
+has. PEFT's LoRA on `nn.MultiheadAttention` registers such ones in every forward, around merged weights, and whenever modules
+are listed. Any other new parameter is the module's own, as in PyTorch: no optimizer has it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -16,69 +24,118 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from ..core.instance import Patches
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..engine.parameter import Place, place_of
 from ..errors import StateError
 
+Known = Mapping[str, nn.Parameter]
+"""The parameters that a module had when its model was sharded."""
+
 
 class Replaced(Observer):
-    """Raises where a sharded parameter is replaced by another one, or a submodule by one without its parameters."""
+    """Follows what is registered in the modules of one model."""
+
+    def __init__(self) -> None:
+        self._patches, self._handles = Patches(), list[RemovableHandle]()
+        self._known: dict[nn.Module, Known] = {}
+
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Before the engine lists modules: the parameters that the model has now are those that it keeps."""
+        modules = [*model.modules()]  # first: listing modules may register parameters again
+        self._known = {module: {n: p for n, p in module._parameters.items() if p is not None} for module in modules}
+        # Hooks of all modules of the process: they do not hold the engine.
+        self._handles = [register_module_parameter_registration_hook(_Hook(self, Replaced._set_parameter))]
+        for module in modules:
+            if hasattr(module, "_restore_weights"):  # PEFT calls it in `named_modules`, also on one rank alone
+                inside = {each: self._known[each] for each in nn.Module.modules(module) if self._known.get(each)}
+                self._patches.method(module, "_restore_weights", partial(partial, _restore, inside))
+        params = {p for names in self._known.values() for p in names.values()}
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            if any(p not in params and not p.requires_grad for p in group["params"]):  # of an earlier listing
+                frozen = {_memory(p): p for p in params if not p.requires_grad}
+                group["params"] = [p if p in params else frozen.get(_memory(p), p) for p in group["params"]]
 
     def attach(self, engine: Engine) -> None:
-        # Hooks of all modules of the process: they do not hold the engine.
-        self._handles = [
-            register_module_parameter_registration_hook(_Hook(engine, _set_parameter)),
-            register_module_module_registration_hook(_Hook(engine, _set_module)),
-        ]
+        self._handles.append(register_module_module_registration_hook(_Hook(self, Replaced._set_module)))
         for handle in self._handles:
             _remove_hooks_of_freed_engines(handle)
 
+    def refused(self) -> None:
+        self.detach()
+
     def detach(self) -> None:
+        self._patches.take_off()
         for handle in self._handles:
             handle.remove()
 
+    def _set_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        known = self._known.get(module, {}).get(name)
+        if known is not None and _takes(known, param):
+            return known
+        old = module._parameters.get(name)
+        place = None if old is None or old is param else place_of(old)
+        if place is not None and _is_part(module, place):
+            _refuse(place, "another parameter")
+        return None
+
+    def _set_module(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        old = module._modules.get(name)
+        if old is None or any(
+            each is submodule for each in old.modules()
+        ):  # PEFT unwraps a layer: nothing takes its place
+            return
+        kept = set() if submodule is None else set(submodule.parameters())
+        for param in old.parameters():
+            place = place_of(param)
+            if param not in kept and place is not None and _is_part(module, place):
+                _refuse(place, "a submodule without it")
+
 
 class _Hook:
-    """A hook that does nothing once its engine is gone.
+    """A hook that does nothing once its observer, and with it the engine, is gone.
 
     Must not be removed when the engine is freed: torch may be iterating over its hooks, whose dict must not change then.
     """
 
-    def __init__(self, engine: Engine, check: Callable[..., None]) -> None:
-        self.engine = weakref.ref(engine)
-        self._check = check
+    def __init__(self, observer: Replaced, method: Callable[..., Any]) -> None:
+        self.observer, self._method = weakref.ref(observer), method
 
-    def __call__(self, module: nn.Module, name: str, value: Any) -> None:
-        if self.engine() is not None:
-            self._check(module, name, value)
+    def __call__(self, module: nn.Module, name: str, value: Any) -> Any:
+        observer = self.observer()
+        return None if observer is None else self._method(observer, module, name, value)
 
 
 def _remove_hooks_of_freed_engines(handle: RemovableHandle) -> None:
     hooks: Any = handle.hooks_dict_ref()
     for key, hook in [*hooks.items()]:
-        if isinstance(hook, _Hook) and hook.engine() is None:
+        if isinstance(hook, _Hook) and hook.observer() is None:
             del hooks[key]
 
 
-def _set_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
-    old = module._parameters.get(name)
-    if old is None or old is param:
-        return
-    place = place_of(old)
-    if place is not None and _is_part(module, place):
-        _refuse(place, "another parameter")
+def _restore(known: Mapping[nn.Module, Known], stock: Callable[[], Any]) -> None:
+    """Register the parameters that merged weights have replaced. It reads values, so it does nothing where all exist."""
+    if any(module._parameters.get(name) is None for module, names in known.items() for name in names):
+        stock()
 
 
-def _set_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    old = module._modules.get(name)
-    if old is None or any(each is submodule for each in old.modules()):  # PEFT unwraps a layer: nothing takes its place
-        return
-    kept = set() if submodule is None else set(submodule.parameters())
-    for param in old.parameters():
-        place = place_of(param)
-        if param not in kept and place is not None and _is_part(module, place):
-            _refuse(place, "a submodule without it")
+def _takes(known: nn.Parameter, param: nn.Parameter) -> bool:
+    """Return whether a parameter that the engine has stands for one that is registered under its name; it has its values
+    then.
+    """
+    if param is known or _memory(param) == _memory(known):
+        return True
+    is_foreign = place_of(known) is None or place_of(param) is not None  # the second: tied from now on
+    if is_foreign or known.requires_grad or param.requires_grad or param.shape != known.shape:
+        return False
+    known.data = param.data
+    return True
+
+
+def _memory(param: Tensor) -> tuple[object, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.data_ptr() or id(param), param.shape, param.stride(), param.dtype
 
 
 def _is_part(module: nn.Module, place: Place) -> bool:

@@ -13,6 +13,7 @@ from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
 from ..engine.parameter import raw_data
+from ..engine.span import Span
 from ..engine.unit import State, Unit
 from ..tiers.fingerprint import fingerprint
 from .differences import Named, refuse_difference
@@ -65,11 +66,9 @@ class SameValues(Observer):
     def _look_at(self, unit: Unit, kind: str) -> None:
         if not self._context.frees or not self._is_due or not torch.is_grad_enabled() or backward_id() >= 0:
             return
-        for span in unit.spans:
-            for index in range(len(span.params)):
-                name = (kind, _parameter(unit, span.name_of(index)))
-                if name not in self._in_pass:
-                    self._in_pass[name] = _print(span.view(index))
+        for name, span, index in _parameters(unit):
+            if (kind, name) not in self._in_pass:
+                self._in_pass[kind, name] = _print(span.view(index))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare what ranks had before the step. A collective.
@@ -80,10 +79,9 @@ class SameValues(Observer):
         self._engine.wait_for_steps()
         self._step = self._wire.watch.step
         found: dict[Named, Any] = {
-            ("flag", f"requires_grad of {_parameter(unit, span.name_of(index))}"): param.requires_grad
+            ("flag", f"requires_grad of {name}"): span.params[index].requires_grad
             for unit in self._engine.units
-            for span in unit.spans
-            for index, param in enumerate(span.params)
+            for name, span, index in _parameters(unit)
         }
         found |= dict(self._counts())
         written: dict[str, bool] = {}
@@ -113,10 +111,9 @@ class SameValues(Observer):
         if self._context.frees:
             return {}
         return {
-            (kind, _parameter(unit, span.name_of(index))): _print(raw_data(param))
+            (kind, name): _print(raw_data(span.params[index]))
             for unit in self._engine.units
-            for span in unit.spans
-            for index, param in enumerate(span.params)
+            for name, span, index in _parameters(unit)
         }
 
     def _counts(self) -> Iterator[tuple[Named, Any]]:
@@ -130,8 +127,7 @@ class SameValues(Observer):
                     found = plain(value) if segment.numel != 1 or key == "step" else None
                     if found is not None:
                         for index in segment.members:
-                            name = _parameter(span.unit, span.name_of(index))
-                            yield ("count", f"the optimizer's {key!r} of {name}"), found[0]
+                            yield ("count", f"the optimizer's {key!r} of {_name(span, index)}"), found[0]
 
     def _compare(self, found: Mapping[Named, Any], written: Mapping[str, bool]) -> None:
         digest = zlib.crc32(repr(sorted((name, repr(value)) for name, value in found.items())).encode())
@@ -140,8 +136,15 @@ class SameValues(Observer):
             refuse_difference([named for named, _ in told], self._step, [mine for _, mine in told])
 
 
-def _parameter(unit: Unit, name: str) -> str:
-    return f"parameter {name!r} of unit {unit.name!r}"
+def _parameters(unit: Unit) -> Iterator[tuple[str, Span, int]]:
+    """Yield the parameters of a unit: a name for messages, the span and the index there."""
+    for span in unit.spans:
+        for index in range(len(span.params)):
+            yield _name(span, index), span, index
+
+
+def _name(span: Span, index: int) -> str:
+    return f"parameter {span.name_of(index)!r} of unit {span.unit.name!r}"
 
 
 def _print(values: Tensor) -> list[int]:

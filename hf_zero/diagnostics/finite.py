@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,42 +17,12 @@ from ..engine.unit import State, Unit
 from ..errors import NumericsError
 from .differences import ranks_text
 
-_PART_NUMEL = 1 << 20
 _MOST = 32
 """Sightings that are kept: those after the first explain nothing."""
 
 
-@dataclass(frozen=True)
-class Sighting:
-    """Something that is not finite. Plain values: the ranks exchange it."""
-
-    phase: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"in {self.phase}: {self.what}"
-
-
-class Sightings:
-    """Those of one rank since the last step, in order. Hooks on the graph hold this and nothing else."""
-
-    def __init__(self) -> None:
-        self.seen: list[Sighting] = []
-        self.used = 0
-        """The number that the backwards that ended account for: they go with the gradients."""
-
-    def add(self, phase: str, what: str) -> None:
-        if len(self.seen) < _MOST:
-            self.seen.append(Sighting(phase, what))
-
-    def drop_used(self) -> None:
-        """Gradients were cleared. What a forward showed whose backward is to come stays."""
-        del self.seen[: self.used]
-        self.used = 0
-
-    def clear(self) -> None:
-        self.seen.clear()
-        self.used = 0
+Sightings = list[tuple[str, str]]
+"""What was not finite on one rank since the last step, in order: the phase, and the place."""
 
 
 class Finite(Observer):
@@ -64,7 +33,10 @@ class Finite(Observer):
 
     def attach(self, engine: Engine) -> None:
         self._engine, self._context, self._wire = engine, engine.context, engine.context.wire
-        self.sightings = Sightings()
+        self.sightings: Sightings = []
+        """Hooks on the graph hold this list and nothing else."""
+        self._used = 0
+        """The number of sightings that the backwards that ended account for: they go with the gradients."""
         self._step = 0
         self._handles: list[Any] = []
         for unit in engine.units:
@@ -82,13 +54,13 @@ class Finite(Observer):
     def before_forward(self, args: Any, kwargs: Any) -> None:
         kind = kind_in(tensors_in((args, kwargs)))
         if kind is not None:
-            self.sightings.add(_forward(), f"the model's inputs (this rank's batch) have {kind}")
+            _note(self.sightings, _forward(), f"the model's inputs (this rank's batch) have {kind}")
 
     def after_forward(self, output: Any) -> None:
         tensors = tensors_in(output)
         kind = kind_in(tensors)
         if kind is not None:
-            self.sightings.add(_forward(), f"the model's output (its loss, where it has one) is {kind}")
+            _note(self.sightings, _forward(), f"the model's output (its loss, where it has one) is {kind}")
         if torch.is_grad_enabled():
             self._follow(tensors, "the gradient that backward begins with, at the model's output, is")
 
@@ -103,7 +75,7 @@ class Finite(Observer):
         kind = kind_in(tensors_in(output))
         if kind is not None:
             cause = _cause(unit, (args, kwargs))
-            self.sightings.add(_forward(), f"the output of unit {unit.name!r} is {kind}{cause}")
+            _note(self.sightings, _forward(), f"the output of unit {unit.name!r} is {kind}{cause}")
 
     def _follow(self, tensors: list[Tensor], what: str) -> None:
         hook = partial(_look_at_gradients, self.sightings, what)
@@ -119,17 +91,18 @@ class Finite(Observer):
                 kind = None if local is None else kind_of(local)
                 if kind is not None:
                     what = f"this rank's own gradient of {span.name_of(index)!r} of unit {unit.name!r} is {kind}"
-                    self.sightings.add("backward", what)
+                    _note(self.sightings, "backward", what)
                     return
 
     def after_backward(self) -> None:
         if not self._context.config.step_in_backward:
             for what in self._bad_gradients(self._engine.trained):
-                self.sightings.add("the reduction", what)
-        self.sightings.used = len(self.sightings.seen)
+                _note(self.sightings, "the reduction", what)
+        self._used = len(self.sightings)
 
     def after_zero_grad(self) -> None:
-        self.sightings.drop_used()
+        del self.sightings[: self._used]  # what a forward showed whose backward is to come stays
+        self._used = 0
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -145,7 +118,9 @@ class Finite(Observer):
             found_inf.sum()
         ):  # a loss scaler's: the optimizer leaves this step out
             return
-        self._refuse(next(self._bad_gradients(self._spans(optimizer)), None), self._why_gradient)
+        spans = [span for each in self._engine.bindings if each.optimizer is optimizer for span in each.spans]
+        bad = self._bad_gradients(span for span in spans if span.trainable)
+        self._refuse(next(bad, None), self._why_gradient)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the values that the optimizer wrote. A collective.
@@ -156,16 +131,11 @@ class Finite(Observer):
         self._engine.wait_for_steps()
         bad = next(_bad(((span, 0, span.master) for span in self._engine.trained), ""), None)
         self._refuse(bad, partial(_why_update, optimizer))
-        self.sightings.clear()
+        self._clear()
 
-    def _spans(self, optimizer: torch.optim.Optimizer) -> list[Span]:
-        return [
-            span
-            for binding in self._engine.bindings
-            if binding.optimizer is optimizer
-            for span in binding.spans
-            if span.trainable
-        ]
+    def _clear(self) -> None:
+        self.sightings.clear()
+        self._used = 0
 
     @staticmethod
     def _bad_gradients(spans: Iterable[Span]) -> Iterator[str]:
@@ -173,17 +143,17 @@ class Finite(Observer):
             if span.bucket.factor is not None and kind_of(span.bucket.factor):
                 yield f"what clipping multiplies the gradient of {span.name_of(0)!r} with is not finite"
             else:
-                yield from _bad(_reduced(span), "the gradient of ")
+                yield from _bad(((span, *part) for part in span.bucket.parts()), "the gradient of ")
 
-    def _refuse(self, mine: str | None, why: Callable[[Sequence[Sequence[Sighting]]], str]) -> None:
-        told = self._wire.exchange((mine, self.sightings.seen[:2]))
+    def _refuse(self, mine: str | None, why: Callable[[Sequence[Sightings]], str]) -> None:
+        told = self._wire.exchange((mine, self.sightings[:2]))
         for rank, (what, _) in enumerate(told):
             if what is not None:
-                self.sightings.clear()
+                self._clear()
                 raise NumericsError(f"step {self._step}, on rank {rank}: {what}. {why([seen for _, seen in told])}")
 
-    def _why_gradient(self, everyone: Sequence[Sequence[Sighting]]) -> str:
-        own = [[each for each in seen if each.phase != "the reduction"] for seen in everyone]
+    def _why_gradient(self, everyone: Sequence[Sightings]) -> str:
+        own = [[each for each in seen if each[0] != "the reduction"] for seen in everyone]
         if any(own):
             return f"No weight was changed. {_first_of(own)}"
         if any(everyone):
@@ -198,7 +168,7 @@ class Finite(Observer):
         )
 
 
-def _why_update(optimizer: torch.optim.Optimizer, everyone: Sequence[Sequence[Sighting]]) -> str:
+def _why_update(optimizer: torch.optim.Optimizer, everyone: Sequence[Sightings]) -> str:
     if any(everyone):
         return f"{_first_of(everyone)}. Weights have it now: go on from the last checkpoint"
     name = type(optimizer).__name__
@@ -208,9 +178,9 @@ def _why_update(optimizer: torch.optim.Optimizer, everyone: Sequence[Sequence[Si
     )
 
 
-def _first_of(everyone: Sequence[Sequence[Sighting]]) -> str:
+def _first_of(everyone: Sequence[Sightings]) -> str:
     """Return the place where each rank saw it first."""
-    parts = [f"rank {rank} {seen[0]}" for rank, seen in enumerate(everyone) if seen]
+    parts = ["rank {} in {}: {}".format(rank, *seen[0]) for rank, seen in enumerate(everyone) if seen]
     clean = [rank for rank, seen in enumerate(everyone) if not seen]
     others = f"; on {ranks_text(clean)} all was finite until gradients were averaged" if clean else ""
     return f"First seen on {'; on '.join(parts)}{others}"
@@ -233,20 +203,15 @@ def _forward() -> str:
     return "forward" if torch.is_grad_enabled() else "a forward without a graph"
 
 
+def _note(sightings: Sightings, phase: str, what: str) -> None:
+    if len(sightings) < _MOST:
+        sightings.append((phase, what))
+
+
 def _look_at_gradients(sightings: Sightings, what: str, grads: tuple[Tensor | None, ...]) -> None:
     kind = kind_in(grads)
     if kind is not None:
-        sightings.add("backward", f"{what} {kind}")
-
-
-def _reduced(span: Span) -> Iterator[tuple[Span, int, Tensor]]:
-    """The reduced gradient in parts: first element, values."""
-    grad = span.bucket.grad
-    if isinstance(grad, Tensor):
-        yield span, 0, grad
-    elif grad is not None:
-        for start in range(0, span.local_numel, _PART_NUMEL):
-            yield span, start, span.bucket.read(slice(start, min(start + _PART_NUMEL, span.local_numel)))
+        _note(sightings, "backward", f"{what} {kind}")
 
 
 def _bad(parts: Iterable[tuple[Span, int, Any]], what: str) -> Iterator[str]:

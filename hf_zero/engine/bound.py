@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.held_signals import HeldSignals
+from ..core.instance import Patches
 from ..errors import StateError
 from ..tiers.fingerprint import sample
 from .groups import rebind
@@ -46,7 +47,7 @@ class Bound:
     def __init__(self, engine: Engine, bindings: list[Binding]) -> None:
         self._engine, self._context, self.bindings = engine, engine.context, bindings
         self._held = HeldSignals()
-        self._undo: dict[torch.optim.Optimizer, list[Callable[[], object]]] = {}
+        self._patches = Patches()
         self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
@@ -58,10 +59,10 @@ class Bound:
 
     def detach(self) -> None:
         """Give the optimizers their own methods back."""
-        for undo in self._undo.values():
-            for each in reversed(undo):
-                each()
-        self._undo.clear()
+        self._patches.take_off()
+        for wrapper in self._wrappers.values():
+            wrapper.remove()
+        self._wrappers.clear()
 
     def get(self, optimizer: torch.optim.Optimizer, what: str = "") -> Binding:
         """
@@ -88,7 +89,7 @@ class Bound:
         self._engine.wait_for_steps()
         self.bindings[:] = rebind(wanted, self._context, self.bindings)
         for binding in self.bindings:
-            if binding.optimizer not in self._undo:
+            if binding.optimizer not in self._wrappers:
                 self._take(binding.optimizer)
         self._mark_versions()
 
@@ -123,22 +124,17 @@ class Bound:
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         self.get(optimizer).guard_state(self._engine.wait_for_steps)
-        wrapper = self._wrappers[optimizer] = StepWrapper(optimizer, self, self._held)
-        undo: list[Callable[[], object]] = [wrapper.remove]
+        self._wrappers[optimizer] = StepWrapper(optimizer, self, self._held)
         methods: dict[str, Callable[..., Any]] = {
-            "zero_grad": partial(self._zero_grad, optimizer),
-            "state_dict": partial(self._state_dict, optimizer),
-            "load_state_dict": partial(self._load_state_dict, optimizer),
+            "zero_grad": self._zero_grad,
+            "state_dict": self._state_dict,
+            "load_state_dict": self._load_state_dict,
         }
-        for name in _MODES:
-            method = getattr(optimizer, name, None)
-            if callable(method):
-                methods[name] = wraps(method)(partial(self._write, optimizer, method))
         for name, method in methods.items():
-            had = optimizer.__dict__.get(name)
-            optimizer.__dict__[name] = method
-            undo.append(partial(_put_back, optimizer.__dict__, name, method, had))
-        self._undo[optimizer] = undo
+            self._patches.method(optimizer, name, partial(_without_stock, partial(method, optimizer)))
+        for name in _MODES:
+            if callable(getattr(optimizer, name, None)):
+                self._patches.method(optimizer, name, partial(partial, self._write, optimizer))
 
     def _zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         self.get(optimizer, "zero_grad()")
@@ -157,12 +153,15 @@ class Bound:
         self._engine.finish_step()
         load_state_dict(self.get(optimizer), self._context.wire, state)
 
-    # Steps, as `step.Work` --------------------------------------------------------------------------------------------
+    # Steps, for `StepWrapper` -----------------------------------------------------------------------------------------
 
-    def runs_closure_first(self, optimizer: torch.optim.Optimizer) -> bool:
+    @property
+    def runs_closure_first(self) -> bool:
+        """Return whether the optimizer's arithmetic sees no gradients, so that a closure must run before it."""
         return self._context.config.offloads
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Complete the gradients. May be called twice, around a closure."""
         engine = self._engine
         binding = self.get(optimizer, "step()")
         if engine.schedule.in_backward:
@@ -184,6 +183,7 @@ class Bound:
             engine.stepper.settle()
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hide offloaded segments: the last call before the optimizer's arithmetic."""
         stepper = self._engine.stepper
         if stepper is not None:
             binding = self.get(optimizer)
@@ -191,10 +191,12 @@ class Bound:
             binding.hide_offloaded()
 
     def before_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give parameters the values that a step which calls its closure has written."""
         self._pause(optimizer)
         self.follow_writes()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gather what the optimizer has written."""
         engine, binding = self._engine, self.get(optimizer)
         if engine.stepper is not None:
             binding.show_segments()
@@ -213,6 +215,11 @@ class Bound:
             event(optimizer)
 
     def step_raised(self, optimizer: torch.optim.Optimizer, written: str | None) -> None:
+        """A step ended before `after_step`.
+
+        Args:
+            written: the error, where values were written; None if the step may be repeated.
+        """
         self._context.wire.watch.phase = "what follows a step that raised"
         if written is not None:
             self._context.failure = written
@@ -299,8 +306,5 @@ class Bound:
         return bool([s for binding in self.bindings for group in binding.segments for s in group if s.was_moved])
 
 
-def _put_back(own: dict[str, Any], name: str, method: object, had: object) -> None:
-    if own.get(name) is method:
-        del own[name]
-        if had is not None:
-            own[name] = had
+def _without_stock(method: Callable[..., Any], stock: object) -> Callable[..., Any]:
+    return method

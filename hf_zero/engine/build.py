@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..comm.agree import read
-from ..core.layout import Layout, ParamSpec
+from ..core.layout import ParamSpec
 from ..core.precision import dtype_of
 from ..errors import LayoutError
 from ..optimizers.kinds import Kind, state_bytes, step_cost
@@ -86,10 +86,6 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
-
-
-def layout_for(drafter: Drafter, specs: list[list[ParamSpec]], shards: int, rank: int) -> Layout:
-    return drafter.layout(specs, shards).seen_from(rank)
 
 
 @torch.no_grad()

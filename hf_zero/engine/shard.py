@@ -26,7 +26,7 @@ from ..tiers.fingerprint import fingerprint
 from ..tiers.host import freeing_at_once, keep_freed
 from ..tiers.pool import Storage
 from ..tiers.tier import Tier
-from .build import build_units, device_of, layout_for, move_buffers, specs_of
+from .build import build_units, device_of, move_buffers, specs_of
 from .context import Context
 from .engine import Engine, engine_of
 from .groups import bind, originals_of
@@ -114,7 +114,7 @@ def shard(
     policy = config.policy_for(wire.size)
     if shards == 1 and config.offload_params == "none":
         policy = STAGES[min(config.stage, 2)]  # nothing to release: every rank has everything
-    layout = layout_for(drafter, specs, shards, (wire.shard_group or wire).rank)
+    layout = drafter.layout(specs, shards).seen_from((wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
     found = _free_now(wire, where, config, machine or Machine(), drafter.names)

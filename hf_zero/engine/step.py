@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,46 +21,22 @@ from ..core.held_signals import HeldSignals
 from ..errors import StallError
 from ..tiers.fingerprint import sample
 
+if TYPE_CHECKING:
+    from .bound import Bound
+
 Closure = Callable[[], Any]
 
 
-class Work(Protocol):
-    """The engine's part of a step."""
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Complete the gradients. May be called twice, around a closure."""
-        ...
-
-    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Last before the optimizer's arithmetic."""
-        ...
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Masters and state are written."""
-        ...
-
-    def before_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that has begun calls its closure: parameters must have the values that it has written."""
-        ...
-
-    def step_raised(self, optimizer: torch.optim.Optimizer, written: str | None) -> None:
-        """A step ended before `after_step`.
-
-        Args:
-            written: the error, where values were written; None if the step may be repeated.
-        """
-        ...
-
-    def runs_closure_first(self, optimizer: torch.optim.Optimizer) -> bool:
-        """The optimizer's arithmetic does not see gradients: a closure must run before it."""
-        ...
-
-
 class StepWrapper:
-    """`optimizer.step` and hooks, on the instance, until `remove`."""
+    """`optimizer.step` and hooks, on the instance, until `remove`.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, work: Work, held: HeldSignals) -> None:
-        self._optimizer, self._work, self._held = optimizer, work, held
+    Args:
+        bound: does the engine's part of a step.
+        held: signals that wait for the end of the step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, bound: Bound, held: HeldSignals) -> None:
+        self._optimizer, self._bound, self._held = optimizer, bound, held
         self._handles = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
         self._hooks: tuple[Any, Any] | None = None  # the optimizer's own, while a step has copies in another order
         self._is_inside = False  # of `_step`, which cleans up after an exception
@@ -135,15 +111,15 @@ class StepWrapper:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         changed = None
         if closure is not None:
-            instead = self._run_now(closure) if self._work.runs_closure_first(optimizer) else self._around(closure)
+            instead = self._run_now(closure) if self._bound.runs_closure_first else self._around(closure)
             is_keyword = "closure" in kwargs
             changed = (args, {**kwargs, "closure": instead}) if is_keyword else ((args[0], instead, *args[2:]), kwargs)
         self._begin()
         return changed
 
     def _begin(self) -> None:
-        self._work.before_step(self._optimizer)
-        self._work.prepare_step(self._optimizer)
+        self._bound.before_step(self._optimizer)
+        self._bound.prepare_step(self._optimizer)
         self._snapshot = Snapshot(self._optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -151,7 +127,7 @@ class StepWrapper:
         if self._depth == 0:
             self._restore_hooks()
             self._has_written = True
-            self._work.after_step(optimizer)
+            self._bound.after_step(optimizer)
             self._is_complete = True
             self.forget()
 
@@ -166,7 +142,7 @@ class StepWrapper:
             # A backward may split segments: what was known of the state before it is not comparable.
             self._has_written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
             self._snapshot = None
-            self._work.before_closure(self._optimizer)
+            self._bound.before_closure(self._optimizer)
             result = closure()
             self._begin()
             return result
@@ -179,7 +155,7 @@ class StepWrapper:
         ):  # a post-hook of user code; or nothing can be used any more
             return
         written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
-        self._work.step_raised(self._optimizer, f"{type(error).__name__}: {error}" if written else None)
+        self._bound.step_raised(self._optimizer, f"{type(error).__name__}: {error}" if written else None)
 
 
 class Snapshot:

@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..compat.compiling import Compile, Compiling
 from ..compat.evaluation import OtherDtype
-from ..compat.names import EngineNames
 from ..core.layout import Layout
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
@@ -29,13 +28,36 @@ from . import weighing
 from .away import STATES, Away
 from .unsharded import Hold, same_on_all_ranks
 
+_ELSEWHERE = {
+    "backward": "write loss.backward()",
+    "step": "write optimizer.step() and optimizer.zero_grad()",
+    "save_checkpoint": "write engine.save(folder)",
+    "load_checkpoint": "write engine.load(folder)",
+    "save_16bit_model": "write engine.save(folder, save_optimizer=False)",
+    "get_global_grad_norm": "engine.clip_grad_norm_(max_norm) returns the norm",
+    "set_gradient_accumulation_boundary": "use engine.no_sync() around all micro-batches but the last",
+    "is_gradient_accumulation_boundary": "use engine.no_sync() around all micro-batches but the last",
+    "module": "write engine.model, which is the model that zero.shard received",
+    **{name: f"write model.{name}()" for name in ("train", "eval", "parameters", "named_parameters", "state_dict")},
+}
+"""Names that DeepSpeed's engines have, and what to write instead."""
 
-class Engine(EngineNames, core.Engine):
+
+class Engine(core.Engine):
     """One sharded model in training. Made by `zero.shard`; see there."""
 
     def __init__(self, context: Context, bindings: list[Binding]) -> None:
         self._away = Away(context, bindings)
         super().__init__(context, bindings)
+
+    if not TYPE_CHECKING:  # mypy would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            advice = f": {_ELSEWHERE[name]} (hf_zero's docs/migration.md)" if name in _ELSEWHERE else ""
+            raise AttributeError(f"'Engine' object has no attribute '{name}'{advice}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("an Engine cannot be called. Write model(...), with the model that zero.shard received")
 
     def report(self) -> Report:
         """Return what is stored where, in bytes of this rank: predicted, and measured now.

@@ -63,12 +63,6 @@ def ends_after_a_signal(run: Run) -> None:
 
 
 @after_steps(2)
-def asked_for_another_librarys_names(run: Run, step: int) -> None:
-    run.refuses(AttributeError, r"write optimizer\.step\(\)", lambda: run.model.step)
-    run.refuses(AttributeError, "write loss", lambda: run.engine_of(run.model).backward)
-
-
-@after_steps(2)
 def moved_and_cast(run: Run, step: int) -> None:
     run.refuses(zero.LayoutError, "cannot be moved or cast", run.model.half)
     run.refuses(zero.LayoutError, "cannot be moved or cast", lambda: run.model[0].to("meta"))
