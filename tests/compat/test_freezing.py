@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero import RankMismatchError, StateError, ZeroConfig, shard
-from hf_zero.engine.engine import Engine
+from hf_zero import Engine, RankMismatchError, StateError, ZeroConfig, shard
 from tests.kit.pool import RankPool
 
 WIDTH = 16

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero import ZeroConfig, shard
-from hf_zero.engine import Engine
+from hf_zero import Engine, ZeroConfig, shard
 from tests.kit.pool import RankPool
 from tests.models import Odd, inputs, mlp
 
@@ -139,40 +138,6 @@ def norms_of_groups(rank: int, world: int, kind: str) -> tuple[float, ...]:
 def test_ranks_with_different_tensors_have_one_norm(pools: dict[int, RankPool], world: int, kind: str) -> None:
     for apart in pools[world].run(norms_of_groups, kind):
         assert max(apart) < 1e-5
-
-
-# Presence ---------------------------------------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, at: int) -> Tensor:
-        return (self.one if at else self.other)(x)
-
-
-def zeros(rank: int, world: int) -> float:
-    """Trained once, then zeroed: weight decay still reaches a branch whose gradient is zeros."""
-    trained = []
-    for is_sharded in (False, True):
-        torch.manual_seed(0)
-        model = Branches()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-        engine = start(model, optimizer, stage=2) if is_sharded else None
-        for step in range(4):
-            model(inputs(0, step), step % 2).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        if engine is not None:
-            engine.detach()
-        trained.append(torch.cat([param.detach().view(-1) for param in model.parameters()]))
-    return (trained[0] - trained[1]).abs().max().item()
-
-
-def test_zeros_are_gradients(two: RankPool) -> None:
-    assert max(two.run(zeros)) < 1e-6
 
 
 def copies(rank: int, world: int) -> None:
