@@ -278,6 +278,13 @@ class ZeroConfig:
             "Gathers stay within a group; reduced gradients are summed across groups. 1: all ranks are one group."
         },
     )
+    chunked_loss: bool | str = field(
+        default=False,
+        metadata={
+            "help": "Compute the language-model loss in chunks of tokens, so that logits of sequence x vocabulary never exist: "
+            "true, false, or auto (where they would take more than 1 GiB in float32)."
+        },
+    )
     sp_size: int = field(
         default=1,
         metadata={
@@ -343,6 +350,10 @@ class ZeroConfig:
             )
         for name in ("offload_optimizer", "offload_params"):
             check_choice(name, getattr(self, name), OFFLOADS)
+        chunked: Any = {"true": True, "false": False}.get(str(self.chunked_loss).lower(), self.chunked_loss)
+        if not isinstance(chunked, bool) and chunked != "auto":
+            raise ConfigError(f"chunked_loss must be True, False or 'auto', found {self.chunked_loss!r}")
+        object.__setattr__(self, "chunked_loss", chunked)
         check_choice("offload_activations", self.offload_activations, ACTIVATION_TIERS)
         for name in ("device_memory", "keep_gathered", "host_memory"):
             value: int | str | None = getattr(self, name)

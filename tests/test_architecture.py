@@ -102,6 +102,7 @@ SETTINGS = (
     "keep_gathered",
     "host_memory",
     "replicas",
+    "chunked_loss",
     "sp_size",
     "wire",
     "step_in_backward",

@@ -102,6 +102,7 @@ def plan(
     ] = False,
     zero_offload_activations: Annotated[Literal["none", "cpu", "disk"], _setting("offload_activations")] = "none",
     zero_sp_size: Annotated[int, _setting("sp_size", "S", MOST_RANKS)] = 1,
+    zero_chunked_loss: Annotated[Literal["false", "true", "auto"], _setting("chunked_loss")] = "false",
     lora: Annotated[int, _flag("Train LoRA matrices of this rank; the model is frozen.", "RANK", 10**4)] = 0,
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="With --lora: the frozen model is quantized (QLoRA).")
@@ -151,6 +152,7 @@ def plan(
         units=zero_units,
         replicas=zero_replicas,
         sp_size=zero_sp_size,
+        chunked_loss=zero_chunked_loss,
         offload_activations=zero_offload_activations,
         wire=zero_wire,
         device_memory=device_memory,

@@ -96,6 +96,7 @@ class Asked:
                 config.offload_activations,
                 self.model.architecture,
                 config.sp_size,
+                config.chunked_loss,
             )
         layout = self.model.layout(precision, config.shards(self.world_size), tuple(config.units))
         return PlanInputs(

@@ -21,7 +21,14 @@ from ..engine.parameter import original_class
 from ..engine.span import Span
 from ..errors import StateError
 
-_OURS = ("hf_zero.core", "hf_zero.engine", "hf_zero.compat", "hf_zero.diagnostics", "hf_zero.params")
+_OURS = (
+    "hf_zero.core",
+    "hf_zero.engine",
+    "hf_zero.compat",
+    "hf_zero.diagnostics",
+    "hf_zero.params",
+    "hf_zero.sequence",
+)
 _METHODS = ("__deepcopy__", "__reduce_ex__")
 _WRAPPERS = ("func", "__func__", "hook")
 Table = dict[Any, Any]

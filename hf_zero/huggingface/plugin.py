@@ -56,6 +56,7 @@ class ZeroPlugin(ParallelismConfig):
     keep_gathered: int | str | None = setting("keep_gathered")
     host_memory: int | str | None = setting("host_memory")
     replicas: int = setting("replicas")
+    chunked_loss: bool | str = setting("chunked_loss")
     sp_size: int = setting("sp_size")
     wire: str = setting("wire")
     step_in_backward: bool = setting("step_in_backward")

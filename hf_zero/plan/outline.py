@@ -33,6 +33,7 @@ class Batch:
     """Where the kept inputs are stored: none (on the device), cpu or disk."""
     architecture: Architecture | None = None
     sp_size: int = 1
+    chunked_loss: bool | str = False
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.sequence < 1:
@@ -41,6 +42,16 @@ class Batch:
     @property
     def tokens(self) -> int:
         return self.rows * -(-self.sequence // self.sp_size)
+
+
+LOSS_BYTES = 1 << 30
+"""`chunked_loss="auto"` computes logits in chunks where they take more than this in float32."""
+_CHUNK_BYTES = 1 << 28
+
+
+def chunk_tokens(vocab: int) -> int:
+    """Return the tokens of one chunk of the loss: 256 MiB of float32 logits."""
+    return max(1, _CHUNK_BYTES // (4 * vocab))
 
 
 # Activations ----------------------------------------------------------------------------------------------------------
@@ -85,12 +96,16 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int,
     if architecture is None:
         return 0, 0, 0
     layer = layer_bytes(architecture, size, 4 if is_mixed else size)
-    head = logits_bytes(architecture, size)
+    is_chunked = batch.chunked_loss is True or (
+        batch.chunked_loss == "auto" and batch.tokens * architecture.vocab * 4 > LOSS_BYTES
+    )
+    at_once = min(batch.tokens, chunk_tokens(architecture.vocab)) if is_chunked else batch.tokens
+    head = at_once * logits_bytes(architecture, size)
     if not batch.checkpointing:
-        return batch.tokens * (architecture.layers * layer + head), 0, 0
+        return batch.tokens * architecture.layers * layer + head, 0, 0
     one, layers = input_bytes(batch, size, is_mixed), architecture.layers
     # The backward starts with the logits and releases them before it recomputes the last layer.
-    moment = batch.tokens * max(layer, head)
+    moment = max(batch.tokens * layer, head)
     if batch.offload == "none":
         return moment + layers * one, 0, 0
     moment += min(2, layers) * one

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..config import ZeroConfig
 from ..engine.observer import Observer
-from . import activations
+from . import activations, loss
 from .parallel import SequenceParallel
 
 
 def observers(config: ZeroConfig) -> list[Observer]:
     """Return new observers for one engine."""
-    return [SequenceParallel(config), *activations.observers(config)]
+    return [SequenceParallel(config), *activations.observers(config), *loss.observers(config)]

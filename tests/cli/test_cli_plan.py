@@ -277,6 +277,39 @@ def test_auto_for_a_machine_in_a_file(capsys, folder, tmp_path):
     assert values["step_s"] > 0
 
 
+def test_long_sequences(capsys):
+    """Bytes of the inputs of 32 blocks, of chunks of logits, and what attention exchanges."""
+    eight = (
+        "plan",
+        "llama-3-8b",
+        "--mixed-precision",
+        "no",
+        "--zero-stage",
+        3,
+        "--batch",
+        1,
+        "--sequence",
+        131072,
+        "--zero-sp-size",
+        8,
+        "--json",
+    )
+    options = ("--gradient-checkpointing", "--zero-offload-activations")
+    plain, cpu, disk = (json.loads(run(capsys, *eight, *options, where)) for where in ("none", "cpu", "disk"))
+    one = 131072 // 8 * 4096 * 4
+    assert [cpu["peak"][tier]["activations"] for tier in ("host", "disk")] == [32 * one, 0]
+    assert [disk["peak"][tier]["activations"] for tier in ("host", "disk")] == [5 * one, 32 * one]
+    assert plain["peak"]["device"]["activations"] - cpu["peak"]["device"]["activations"] == 30 * one
+    assert cpu["traffic"]["down"] == cpu["traffic"]["up"] == disk["traffic"]["write"] == 32 * one
+    assert disk["traffic"]["read"] == 28 * one
+    # Queries, outputs, keys and values, each rank its 7/8, in forward, recomputation and backward.
+    assert cpu["traffic"]["sequence"] == 3 * 32 * one * (2 + 2 / 4) * 7 / 8
+    chunked = json.loads(run(capsys, *eight, *options, "cpu", "--zero-chunked-loss", "true"))
+    assert chunked["peak"]["device"]["activations"] < cpu["peak"]["device"]["activations"] / 3
+    printed = run(capsys, *eight[:-1], "--zero-stage", 3, "--device-memory", "80GB", *options, "cpu")
+    assert "inputs of checkpointed blocks: on cpu" in " ".join(printed.split())
+
+
 def test_units_that_stay_gathered_are_shown(capsys):
     arguments = ["gpt2", "--world-size", 8, "--zero-stage", 3]
     bare, kept = (values_of(capsys, *arguments, *more) for more in ((), ("--keep-gathered", "200MiB")))
