@@ -278,11 +278,12 @@ class ZeroConfig:
             "Gathers stay within a group; reduced gradients are summed across groups. 1: all ranks are one group."
         },
     )
-    chunked_loss: bool | str = field(
-        default=False,
+    chunked_loss: bool | str = field(  # True, False or "auto" once it is checked
+        default="false",
         metadata={
             "help": "Compute the language-model loss in chunks of tokens, so that logits of sequence x vocabulary never exist: "
-            "true, false, or auto (where they would take more than 1 GiB in float32)."
+            "true, false, or auto (where they would take more than 1 GiB in float32).",
+            "choices": ("false", "true", "auto"),
         },
     )
     sp_size: int = field(

@@ -35,7 +35,7 @@ class ZeroFlags:
     zero_keep_gathered: str | None = setting("keep_gathered")
     zero_host_memory: str | None = setting("host_memory")
     zero_replicas: int = setting("replicas")
-    zero_chunked_loss: str = setting("chunked_loss", default="false", choices=("false", "true", "auto"))
+    zero_chunked_loss: str = setting("chunked_loss")
     zero_sp_size: int = setting("sp_size")
     zero_wire: str = setting("wire")
     zero_step_in_backward: bool = setting("step_in_backward")
