@@ -122,7 +122,7 @@ class Engine(core.Engine):
 
         Returns:
             Arguments of the model's forward: parts of the tensors, filled up to equal length, with `position_ids`,
-            `attention_mask` and, for language models, `shift_labels`.
+            `attention_mask`, `num_items_in_batch` and, for language models, `shift_labels`.
 
         Raises:
             ConfigError: tensors that cannot be divided along the sequence.

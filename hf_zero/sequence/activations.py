@@ -33,7 +33,7 @@ from ..tiers.pool import Storage
 from ..tiers.tier import WRITTEN_INPUTS
 
 _SAVING = (("CheckpointFunction", "apply"), ("_CheckpointFrame", "save_inputs"), ("_NoopSaveInputs", "apply"))
-"""Where `torch.utils.checkpoint` saves a block's inputs: with `use_reentrant`, and without, by version."""
+"""Functions of `torch.utils.checkpoint` that save a block's inputs: with `use_reentrant`, and without, by version."""
 _autograd: Any = torch._C._autograd
 
 
@@ -48,7 +48,7 @@ class Kept:
         before: the tensor that was packed before this one, which a backward needs after it.
         of: the device's storage, to recognise a tensor that several blocks share.
         is_stale: user code wrote to the tensor before it was copied.
-        dropped: receives memory and transfers when the graph lets go of this.
+        dropped: receives memory and transfers when the graph releases this.
     """
 
     __slots__ = ("__weakref__", "array", "arriving", "before", "dropped", "dtype", "host", "is_stale", "leaving", "numel",

@@ -45,7 +45,7 @@ _SHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 
 @dataclass(eq=False)
 class Source:
-    """Where logits come from.
+    """Origin of logits.
 
     Attributes:
         autocast: what `torch.autocast` takes to compute as this forward did.
@@ -204,7 +204,7 @@ class ChunkedLoss(Observer):
         self._is_active = self._is_chunked = False
         """Inside a forward with labels; its cross entropy was computed in chunks."""
         self._number = 0
-        """Of optimizer steps: logits of earlier weights cannot be computed any more."""
+        """Counts optimizer steps: logits of earlier weights cannot be computed any more."""
 
     def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         """

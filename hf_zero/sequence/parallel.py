@@ -101,6 +101,8 @@ class SequenceParallel(Observer):
         elif part.count is not None:
             # Clamped: a batch without labels on any rank has the loss 0, not NaN.
             part.total = wire.sum_scalar(part.count.to(getattr(wire, "device", part.count.device))).clamp(min=1)
+        if part.total is not None:
+            local["num_items_in_batch"] = part.total
         return local
 
     @property
@@ -175,7 +177,10 @@ class SequenceParallel(Observer):
                     "model(**engine.local_sequence(batch)), or model(**batch) with the batch of a prepared loader, by name"
                 )
             kwargs = self.local(kwargs, items)
+            kwargs.pop("num_items_in_batch", None)
             part = part_of(kwargs)
+        elif items is part.total:  # what `local` returned, not a caller's own number
+            items = None
         if kwargs.get("output_router_logits") or kwargs.get("output_attentions"):
             raise ConfigError(
                 f"output_router_logits and output_attentions are values of one rank's tokens or heads under "
@@ -188,6 +193,7 @@ class SequenceParallel(Observer):
         self._attention.calls = 0
         return args, kwargs
 
+    @torch.no_grad()
     def _probe(self) -> None:
         """Refuse a model whose divided forward differs from its whole one, on a few tokens and before the first step.
 
@@ -206,8 +212,7 @@ class SequenceParallel(Observer):
         for config in caching:  # with a cache, transformers does not look for packed rows
             config.use_cache = False
         try:
-            with torch.no_grad():
-                whole, mine = model(**head), model(**self.local(head))
+            whole, mine = model(**head), model(**self.local(head))
         finally:
             for module, mode in modes.items():
                 module.training = mode

@@ -133,7 +133,7 @@ def test_the_same_bits(two: RankPool, tmp_path: Path) -> None:
 
 
 def held(engine: zero.Engine) -> tuple[int, int]:
-    """Bytes of activations in host memory and on disk. Graphs that nobody has are collected."""
+    """Bytes of activations in host memory and on disk. Unreachable graphs are collected."""
     gc.collect()
     with torch.no_grad():
         engine.model(ids(0, 0))

@@ -1,4 +1,4 @@
-"""`chunked_loss`: the numbers of the stock loss, without its logits; refusals by name."""
+"""`chunked_loss`: the numbers of the stock loss, without its logits; named errors."""
 
 from __future__ import annotations
 
