@@ -14,15 +14,12 @@ from torch import Tensor
 
 import hf_zero as zero
 from hf_zero import ConfigError, Init, LayoutError, ZeroError
-from hf_zero.checkpoint.safetensors import read_header
-from hf_zero.params.deferred import deferred_of as birth_of
-from hf_zero.params.deferred import slice_bounds
-from tests.huggingface.test_weights import FAMILIES, build
+from tests.huggingface.test_weights import FAMILIES, build, edit
 from tests.kit.pool import RankPool
 
 
 def differences(model: Any, stock: Any) -> list[str]:
-    """What of this rank's part, and of everything that is whole, is not the stock model's."""
+    """What of a deferred model is not the stock model's. A collective."""
     out = []
     mine, theirs = (
         dict(model.named_parameters(remove_duplicate=False)),
@@ -31,15 +28,11 @@ def differences(model: Any, stock: Any) -> list[str]:
     if list(mine) != list(theirs):
         return [f"names {sorted(mine.keys() ^ theirs.keys())}"]
     for name, param in mine.items():
-        other, birth = theirs[name], birth_of(param)
-        if birth is None:
-            out.append(f"{name} was not born")
-            continue
+        other = theirs[name]
         if param.is_contiguous() and param.numel() > 1 and param.untyped_storage().nbytes() > 8:
             out.append(f"{name} is whole")
-        low, high = slice_bounds(param.numel(), birth.wire.rank, birth.wire.size)
         same = (param.shape, param.dtype, param.requires_grad) == (other.shape, other.dtype, other.requires_grad)
-        if not same or not torch.equal(birth.values(), other.detach().reshape(-1)[low:high]):
+        if not same or not torch.equal(zero.full_parameter(param), other):
             out.append(name)
     ties = [{name for name in mine if mine[name] is mine[first]} for first in mine]
     if ties != [{name for name in theirs if theirs[name] is theirs[first]} for first in theirs]:
@@ -49,6 +42,11 @@ def differences(model: Any, stock: Any) -> list[str]:
         if buffer.dtype != buffers[name].dtype or not torch.equal(buffer, buffers[name]):
             out.append(name)
     return out
+
+
+def header_bytes(path: Path) -> int:
+    with open(path, "rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def loaded(cls: Any, path: str | Path, **options: Any) -> tuple[Any, Any, Init]:
@@ -68,9 +66,9 @@ def check_families(rank: int, world: int, root: str, names: list[str]) -> dict[s
     for name in names:
         cls = type(FAMILIES[name]())
         model, stock, init = loaded(cls, Path(root) / name)
-        files = [read_header(path) for path in sorted((Path(root) / name).glob("*.safetensors"))]
-        read = init.bytes_read - sum(header.header_bytes for header in files)
-        payload = sum(header.file_bytes - header.header_bytes for header in files)
+        files = list((Path(root) / name).glob("*.safetensors"))
+        headers = sum(map(header_bytes, files))
+        read, payload = init.bytes_read - headers, sum(path.stat().st_size for path in files) - headers
         with Init():
             again = {key: value.clone() for key, value in model.state_dict().items()}
         out[name] = (differences(model, stock), payload, read, sorted(again) == sorted(stock.state_dict()))
@@ -165,13 +163,6 @@ def test_missing_keys_are_drawn_once(folders: Path, pools: dict[int, RankPool]) 
     assert 0 < results[0][0].abs().max() < 1
 
 
-def edit(path: Path, change: Any) -> None:
-    """Change the tensors of a file."""
-    tensors = safetensors.torch.load_file(path)
-    change(tensors)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-
-
 def check_ties(rank: int, world: int, root: str) -> list[Any]:
     out = []
     for kind in ("equal", "different"):
@@ -196,8 +187,8 @@ def test_both_names_of_a_tie(tmp_path: Path, pools: dict[int, RankPool]) -> None
 
     for kind in ("equal", "different"):
         model.save_pretrained(tmp_path / kind)
-        edit(tmp_path / kind / "model.safetensors", add)
-    edit(tmp_path / "different" / "model.safetensors", alter)
+        edit(tmp_path / kind, add)
+    edit(tmp_path / "different", alter)
     for equal, different in pools[2].run(check_ties, str(tmp_path)):
         assert equal == ([], True, 0)
         assert different[:2] == ([], False)
@@ -205,10 +196,7 @@ def test_both_names_of_a_tie(tmp_path: Path, pools: dict[int, RankPool]) -> None
 
 def test_tie_under_the_other_name(tmp_path: Path) -> None:
     build("gpt2").save_pretrained(tmp_path)
-    edit(
-        tmp_path / "model.safetensors",
-        lambda tensors: tensors.update({"lm_head.weight": tensors.pop("transformer.wte.weight")}),
-    )
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("transformer.wte.weight")}))
     model, stock, _ = loaded(transformers.AutoModelForCausalLM, tmp_path)
     assert differences(model, stock) == []
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -239,7 +227,7 @@ def test_computed_keys(tmp_path: Path) -> None:
             elif name.endswith("mlp.up_proj.weight"):
                 tensors[name.replace("mlp.up_proj.weight", "mlp.turned")] = tensors.pop(name).T.contiguous()
 
-    edit(tmp_path / "model.safetensors", turn)
+    edit(tmp_path, turn)
     assert "model.layers.0.mlp.turned" in safetensors.torch.load_file(tmp_path / "model.safetensors")
     model, stock, init = loaded(OwnLlama, tmp_path, dtype=torch.bfloat16)
     assert differences(model, stock) == []
@@ -307,7 +295,7 @@ def test_remote_code(tmp_path: Path) -> None:
     assert differences(model, stock) == []
     assert torch.equal(model.seen, torch.arange(3.0))
 
-    edit(folder / "model.safetensors", lambda tensors: tensors.pop("scale"))
+    edit(folder, lambda tensors: tensors.pop("scale"))
     with Init(), pytest.raises(LayoutError, match=r"'scale'.*_init_weights does not initialise it"):
         transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
 
