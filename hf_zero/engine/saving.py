@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..checkpoint.load import Loading
 from ..checkpoint.objects import Stateful, put_objects, take_objects
 from ..checkpoint.save import Saving, optimizer_folder
-from ..checkpoint.weights import format_of
+from ..checkpoint.weights import WeightFormat, format_of
 from ..core.precision import dtype_of
 from ..errors import StateError
 from ..plan.machine import free_host_bytes
@@ -57,12 +57,18 @@ def save(
         finish(saving)
 
 
-def put_weights(saving: Saving, engine: Engine, max_shard_size: int | str, folder: str = "") -> None:
-    """Write the model under the names that it has in files, in a folder inside the checkpoint or in the checkpoint itself."""
-    form = format_of(engine.model)
+def put_weights(
+    saving: Saving, engine: Engine, max_shard_size: int | str, folder: str = "", form: WeightFormat | None = None
+) -> None:
+    """Write the model's weights in a folder inside the checkpoint, or in the checkpoint itself.
+
+    Args:
+        form: names in files; None: those of the model's own format.
+    """
+    names = form or format_of(engine.model)
     saving.weights(
         ParameterPieces(engine.units),
-        lambda: form.draw(engine.outline(), saving.folder / folder, max_shard_size),
+        lambda: names.draw(engine.outline(), saving.folder / folder, max_shard_size),
         folder,
     )
 

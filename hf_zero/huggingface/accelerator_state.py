@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import save as save_plain
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -40,7 +41,6 @@ from .checkpoints import (
     load_optimizer,
     load_weights,
     open_saving,
-    put_as,
     put_whole,
 )
 from .stock import AcceleratorBase, replaced, serving, stand_in_state
@@ -93,17 +93,18 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self._zero_refuse_each_node()
         self._zero_wait_for_save()
-        parent: Any = super()
-        is_adapter = "model" not in format_of(model).stems
+        form = format_of(model)
         with open_saving(engine, save_directory) as saving:
-            stock = partial(parent.save_model, model, saving.folder, max_shard_size, safe_serialization)
-            if is_adapter and safe_serialization:
-                put_weights(saving, engine, max_shard_size)
-            else:
+            if "model" in form.stems:
                 with on_all_ranks(engine.wire, f"saving to {saving.target}"):
-                    if engine.rank == 0 and not is_adapter:
+                    if engine.rank == 0:
                         _describe(model, engine.outline(), saving.folder)
-                (put_as if safe_serialization else put_whole)(saving, engine, stock)
+                form = StateDictFormat(model)
+            stock: Any = super().save_model
+            if safe_serialization and stock.__func__ is Accelerator.save_model:
+                put_weights(saving, engine, max_shard_size, form=form)
+            else:  # pickled, or a subclass saves in its own way: from values
+                put_whole(saving, engine, partial(stock, model, saving.folder, max_shard_size, safe_serialization))
             saving.commit()
         return None
 

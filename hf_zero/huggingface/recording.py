@@ -1,7 +1,7 @@
 """Run code that saves a model on meta tensors, and record which safetensors files it would write.
 
-`save_pretrained` of transformers and PEFT, the Trainer's `_save` and accelerate's `save_model` decide names, files and
-splits. They run on one rank with meta tensors; `Conversions` reports which parameters each tensor is made of.
+`save_pretrained` of transformers and PEFT and the Trainer's `_save` decide names, files and splits. They run on one rank with
+meta tensors; `Conversions` reports which parameters each tensor is made of.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from ..errors import CheckpointError
 from .converters import Conversions
 from .stock import Attributes, is_pretrained, own_types, replaced, serving
 
-_WRITERS = ("safetensors.torch", "transformers.modeling_utils", "peft.peft_model", "accelerate.utils.other")
+_WRITERS = ("safetensors.torch", "transformers.modeling_utils", "peft.peft_model")
 """Modules that import the safetensors writer."""
 
 _SHARING = (
-    ("accelerate.utils.other", "id_tensor_storage"),
     ("peft.peft_model", "id_tensor_storage"),
     ("huggingface_hub.serialization._torch", "get_torch_storage_id"),
 )

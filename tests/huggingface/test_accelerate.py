@@ -533,7 +533,6 @@ CHECKS = [
     "bf16 2",
     "bf16 3",
     "any order",
-    "optimizer over a sharded model",
     "state 0",
     "state 1",
     "state 3",

@@ -1,4 +1,4 @@
-"""Ranks that run different parts of a model in one step: missing images, dropped layers, other experts."""
+"""Ranks that run different parts of a model in one step: missing images, dropped layers, more forwards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from tests.kit.same import assert_same_or_named, assert_same_run
 
 pytestmark = pytest.mark.slow
 
-APART = (
-    "images on one rank", "images anywhere", "layers on one rank", "layers on no rank", "experts", "experts on no rank",
-    "forwards",
-)  # fmt: skip
+APART = ("images on one rank", "images anywhere", "layers on one rank", "layers on no rank", "forwards")
 TOGETHER = ("images on all ranks or none", "layers on all ranks or none", "half a unit on all ranks or none")
 
 

@@ -149,8 +149,11 @@ def prepare_in_any_order() -> None:
         if not (
             run.model is model
             and type(run.model) is GPT2LMHeadModel
-            and run.optimizer.optimizer is optimizer
-            and all(now is then for now, then in zip(optimizer.param_groups, before))
+            and (
+                prepare is optimizer_of_a_sharded_model
+                or run.optimizer.optimizer is optimizer
+                and all(now is then for now, then in zip(optimizer.param_groups, before))
+            )
         ):
             raise RuntimeError("the model, the optimizer or its groups are not the same objects")
         if accelerator.unwrap_model(run.model) is not model:
@@ -175,6 +178,14 @@ def prepare_in_any_order() -> None:
             raise RuntimeError("preparing again gave other objects")
         return Run(accelerator, model, optimizer, *accelerator.prepare(loader, scheduler))
 
+    def optimizer_of_a_sharded_model(accelerator: Accelerator, model: Any, _: Any, loader: Any, __: Any) -> Run:
+        model = accelerator.prepare(model)
+        decay, rest = ([p for p in model.parameters() if (p.dim() > 1) is large] for large in (True, False))
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return Run(accelerator, model, *accelerator.prepare(optimizer, loader, scheduler))
+
     def evaluated_first(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
         model = accelerator.prepare_model(model, evaluation_mode=True)
         with torch.no_grad():
@@ -182,25 +193,8 @@ def prepare_in_any_order() -> None:
         accelerator.free_memory()
         return Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
 
-    for work in (optimizer_first, one_by_one, twice, evaluated_first):
+    for work in (optimizer_first, one_by_one, twice, optimizer_of_a_sharded_model, evaluated_first):
         assert run_with(work) == 0.0, work.__name__
-
-
-def optimizer_over_sharded_model() -> None:
-    """The optimizer is built from the parameters of a model that is sharded already."""
-    reference = complete(3)
-    fresh()
-    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
-    model = accelerator.prepare(gpt2())
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=3e-3
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    run = Run(accelerator, model, *accelerator.prepare(optimizer, DataLoader(Tokens(), batch_size=2), scheduler))
-    train(run)
-    assert rank_0_distance(weights(run), reference["weights"]) == 0.0
 
 
 def state_round_trip(stage: int) -> None:
@@ -278,7 +272,7 @@ def save_model_files() -> None:
         twin.load_state_dict(dict(state))
         fresh()
         Accelerator(cpu=True).save_model(twin, str(OUT / "stock"), max_shard_size="20KB")
-        for path in (OUT / "stock").iterdir():
+        for path in (OUT / "stock").glob("*.safetensors"):
             assert path.read_bytes() == (OUT / "many_files" / path.name).read_bytes(), path.name
         for name in ("one_file", "many_files"):
             loaded: dict[str, Tensor] = {}
@@ -652,7 +646,6 @@ def main() -> None:
     for stage in (0, 2, 3):
         check(f"bf16 {stage}", partial(equals_data_parallel, stage, 1e-4, 1e-4, precision="bf16"))
     check("any order", prepare_in_any_order)
-    check("optimizer over a sharded model", optimizer_over_sharded_model)
     for stage in (0, 1, 3):
         check(f"state {stage}", partial(state_round_trip, stage))
     check("state for one rank", state_for_one_rank)

@@ -10,7 +10,6 @@ import torch
 from comparing import Build, compare, llama
 from harness import RANK, Tokens
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import (
     BartConfig,
@@ -23,7 +22,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.modeling_outputs import CausalLMOutput
 
 STEPS = 5
 IMAGE = 63  # the token that stands for a patch
@@ -51,7 +49,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """One row per rank and step, so that keys may differ between rows."""
     (row,) = rows
-    return {key: value if key == "expert" else value[None] for key, value in row.items()}
+    return {key: value[None] for key, value in row.items()}
 
 
 def in_order(model: nn.Module, rows: Sequence[dict[str, Tensor]], common: dict[str, Any], *callbacks: Any) -> Trainer:
@@ -169,44 +167,6 @@ def skipping(*pattern: tuple[set[int], set[int]]) -> Build:
     return lambda common: in_order(bart(3), rows, common, Skips(pattern, 3))
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
-class Expert(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Experts(nn.Module):
-    """Each batch says which of the experts it goes through, one after the other."""
-
-    def __init__(self, width: int = 16, experts: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.experts = nn.ModuleList([Expert(width) for _ in range(experts)])
-        self.head = nn.Linear(width, 64)
-
-    def forward(self, input_ids: Tensor, labels: Tensor, expert: Tensor) -> CausalLMOutput:
-        x = self.embed(input_ids)
-        for number in expert.tolist():
-            x = self.experts[number](x)
-        return CausalLMOutput(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))  # type: ignore[arg-type]
-
-
-def experts(*pattern: tuple[list[int], list[int]]) -> Build:
-    def build(common: dict[str, Any]) -> Trainer:
-        torch.manual_seed(0)
-        chosen = [torch.tensor(expert, dtype=torch.long) for step in pattern for expert in step]
-        rows = [{**row, "expert": expert} for row, expert in zip(Tokens(rows=len(chosen)).rows, chosen)]
-        return in_order(Experts(), rows, common)
-
-    return build
-
-
 # ---- forwards before one backward ------------------------------------------------------------------------------------
 
 
@@ -235,8 +195,6 @@ CASES: dict[str, Build] = {
     "half a unit on no rank": skipping((set(), {0}), ({2}, {2}), ({0, 2}, {2}), (set(), {1})),
     "half a unit on all ranks or none": skipping(({2}, {2}), (set(), set()), ({0, 2}, {0, 2}), ({1}, {1})),
     "layers on all ranks or none": skipping((set(), set()), ({0, 1}, {0, 1}), ({1}, {1}), (set(), set())),
-    "experts": experts(([0, 1], [2, 3]), ([1], [0, 2, 3]), ([3, 2, 1, 0], []), ([0, 0], [1, 3, 2])),
-    "experts on no rank": experts(([0, 1], [2]), ([1], [1]), ([3], []), ([0, 0], [1, 3])),
     "forwards": several,
 }
 TOGETHER = {"images on all ranks or none", "layers on all ranks or none", "half a unit on all ranks or none"}

@@ -36,8 +36,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -453,26 +451,6 @@ def born(source: str) -> None:
     assert distance(saved(OUT / "born_from_ddp" / "checkpoint-8"), saved(OUT / "ddp" / "checkpoint-8")) < 1e-5
 
 
-def generating_evaluation() -> None:
-    """Seq2SeqTrainer passes synced_gpus=False of its own accord; rows end at different lengths on the two ranks."""
-    out = {}
-    for name, stage in (("seq2seq_ddp", None), ("seq2seq", 3)):
-        fresh()
-        changes: dict[str, Any] = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
-        args = arguments(
-            name, Seq2SeqTrainingArguments, predict_with_generate=True, max_steps=2, eval_steps=2, **changes
-        )
-        args.save_strategy = "no"
-        run = Seq2SeqTrainer(model=gpt2(), args=args, train_dataset=Tokens(), eval_dataset=Tokens(rows=8, seed=8))
-        run.model.config.pad_token_id = run.model.generation_config.pad_token_id = 0
-        run.model.generation_config.eos_token_id = list(range(40))
-        run.train()
-        found = run.predict(Tokens(rows=8, seed=9), max_new_tokens=6)
-        out[name] = np.asarray(found.predictions).tolist()
-    assert out["seq2seq"] == out["seq2seq_ddp"]
-    assert len(out["seq2seq"]) == 8
-
-
 def plain_from_ours() -> None:
     """Plain data parallel is told that there is no state that it could read."""
     message = raised(lambda: trainer("plain_resumes", None).train(str(OUT / "stage3" / "checkpoint-4")))
@@ -576,26 +554,6 @@ def classification() -> None:
     assert distance(saved(OUT / "bert"), saved(OUT / "bert_ddp")) < 1e-5
 
 
-def generates() -> None:
-    """Rank-dependent lengths: a rank that is done early still takes part."""
-    run = trainer("generate", 3, save_strategy="no", max_steps=1)
-    run.train()
-    model = run.model
-    model.eval()
-    prompt = Tokens()[RANK]["input_ids"][None, :4]
-    sharded = model.generate(prompt, max_new_tokens=3 + 5 * RANK, do_sample=False, pad_token_id=0)
-    state = model.state_dict()
-    if RANK == 0:
-        torch.save(dict(state), OUT / "generate.pt")
-    barrier()
-    twin = gpt2()
-    twin.load_state_dict(torch.load(OUT / "generate.pt", weights_only=True))
-    twin.eval()
-    whole = twin.generate(prompt, max_new_tokens=3 + 5 * RANK, do_sample=False, pad_token_id=0)
-    assert torch.equal(sharded, whole)
-    assert sharded.shape[1] == 4 + 3 + 5 * RANK
-
-
 def evaluates_only(stage: int) -> None:
     """No training at all: the same loss, and the weights saved are those that came in."""
     plain = trainer("eval_ddp", None).evaluate()["eval_loss"]
@@ -646,7 +604,6 @@ def main() -> None:
     check("damaged best", damaged_best)
     check("two nodes", two_nodes)
     check("born", partial(born, "stage3"))
-    check("generating evaluation", generating_evaluation)
     check("damaged", partial(damaged, "stage3"))
     check("nothing left", partial(nothing_left, "stage3"))
     for async_save in (False, True):
@@ -659,7 +616,6 @@ def main() -> None:
     check("twice", trains_twice)
     check("plain module", plain_module)
     check("classification", classification)
-    check("generate", generates)
     for stage in (1, 3):
         check(f"evaluate only {stage}", partial(evaluates_only, stage))
     check("save fails", save_fails)
