@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,33 +35,10 @@ from ..errors import ConfigError
 from ..params.engine import Engine, engine_of
 from ..plan.report import end, start
 from .arguments import ONE_RANK
-from .stock import CallbackBase, TrainerBase, put_in_front, show
+from .stock import show
 
 PREFIX = "zero/"
 """Prefix of the engine's measurements in a log."""
-
-
-class MeasuredLogs(TrainerBase):
-    """A Trainer that adds measurements to a log before it calls any reporter, whatever the order of its callbacks."""
-
-    model: Any
-
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log as the stock Trainer does, with measurements."""
-        add_measured(engine_of(self.model), logs)
-        super().log(logs, *args, **kwargs)
-
-
-def add_measured(engine: Engine | None, logs: dict[str, Any]) -> dict[str, float]:
-    """Add to a log of training what the engine measured since the previous log; return it, `{}` without a recorder."""
-    if engine is None or engine.recorder is None or "loss" not in logs:
-        return {}
-    measured = {f"{PREFIX}{name}": value for name, value in engine.recorder.logs().items()}
-    _, tokens = engine.recorder.throughput()
-    if measured and tokens:
-        measured[f"{PREFIX}tokens_per_s"] = tokens * engine.wire.size
-    logs.update(measured)
-    return measured
 
 
 _FIRST_IN_LINE = {
@@ -88,22 +66,13 @@ def log_line(logs: Mapping[str, Any], state: TrainerState) -> str:
     return "  ".join(parts)
 
 
-class ShortLines(CallbackBase):
-    """In front of a callback that prints logs: measurements go to trackers only."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print the log without measurements."""
+def _print_log(callback: TrainerCallback, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    """Stand in for `on_log` of a callback that prints logs: one compact line. A subclass prints a log without measurements."""
+    if type(callback) not in (ProgressCallback, PrinterCallback):
         shown = {name: value for name, value in (logs or {}).items() if not name.startswith(PREFIX)}
-        super().on_log(args, state, control, logs=shown, **kwargs)
-
-
-class CompactLines(ShortLines):
-    """In front of the Trainer's own printing callbacks: one compact line for each log."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print `log_line` on the main process."""
-        if state.is_world_process_zero and logs:
-            show(log_line(logs, state))
+        type(callback).on_log(callback, args, state, control, logs=shown, **kwargs)
+    elif state.is_world_process_zero and logs:
+        show(log_line(logs, state))
 
 
 class ZeroCallback(TrainerCallback):
@@ -112,8 +81,8 @@ class ZeroCallback(TrainerCallback):
     A Trainer whose arguments have a `ZeroPlugin` adds one by itself; pass your own to change its settings. Every log of
     training gets `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (peaks since the previous log), `zero/step_s`,
     `zero/wait_s`, `zero/tokens_per_s` (all ranks) and everything else in `Recorder.logs`. Reporters (TensorBoard, W&B, …)
-    get them in any order of callbacks. The main process prints one line per log: step, loss, gradient norm, learning rate,
-    tokens/s, memory.
+    get them, too: this callback goes before all others. The main process prints one line per log: step, loss, gradient norm,
+    learning rate, tokens/s, memory.
 
     Args:
         report: print one screen before training and a few lines after it, on the main process.
@@ -146,7 +115,7 @@ class ZeroCallback(TrainerCallback):
             )
         trainer = calling_trainer()
         if trainer is not None:
-            self._shorten_lines(trainer)
+            self._go_first(trainer)
         self._first_step, self._began = state.global_step, time.perf_counter()
         folder = Path(str(args.output_dir), "_zero" if args.push_to_hub else "")
         about = {"max_steps": state.max_steps, "batch_per_rank": args.per_device_train_batch_size}
@@ -177,20 +146,14 @@ class ZeroCallback(TrainerCallback):
             marks = "#."
         return start(engine.report(), name, limits(engine, ranks_here), about, _columns(), marks)
 
-    def _shorten_lines(self, trainer: Trainer) -> None:
-        """Make the callbacks that print logs print short lines.
-
-        Without `MeasuredLogs` (a model sharded with `zero.shard`), reporters read what `on_log` adds: this one goes first.
-        """
+    def _go_first(self, trainer: Trainer) -> None:
+        """Go before all other callbacks, so that they find measurements in logs. Those that print logs print short lines."""
         handler = trainer.callback_handler
         for callback in handler.callbacks:
-            if type(callback) in (ProgressCallback, PrinterCallback):
-                callback.__class__ = put_in_front(CompactLines, type(callback))
-            elif isinstance(callback, (ProgressCallback, PrinterCallback)) and not isinstance(callback, ShortLines):
-                callback.__class__ = put_in_front(ShortLines, type(callback))
-        if not isinstance(trainer, MeasuredLogs):
-            # A new list: the handler is iterating over the one it has.
-            handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
+            if isinstance(callback, (ProgressCallback, PrinterCallback)):
+                callback.__dict__["on_log"] = partial(_print_log, callback)
+        # A new list: the handler is iterating over the one it has.
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = _engine_in(kwargs)
@@ -198,11 +161,19 @@ class ZeroCallback(TrainerCallback):
             engine.recorder.steps = state.global_step  # the Trainer also counts steps that a loss scaler skipped
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add what the engine measured since the previous log of training to this one, which other callbacks get, too."""
         engine, logs = _engine_in(kwargs), kwargs["logs"]
-        measured = add_measured(engine, logs)
-        if measured and state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(measured)
-        if engine is not None and engine.recorder is not None and state.is_world_process_zero:
+        if engine is None or engine.recorder is None:
+            return
+        if "loss" in logs:
+            measured = {f"{PREFIX}{name}": value for name, value in engine.recorder.logs().items()}
+            _, tokens = engine.recorder.throughput()
+            if measured and tokens:
+                measured[f"{PREFIX}tokens_per_s"] = tokens * engine.wire.size
+            logs.update(measured)
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1].update(measured)
+        if state.is_world_process_zero:
             numbers = {name: float(value) for name, value in logs.items() if is_number(value)}
             engine.recorder.log({name: value for name, value in numbers.items() if not name.startswith(PREFIX)})
 

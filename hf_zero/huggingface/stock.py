@@ -18,13 +18,12 @@ from ..checkpoint.weights import names_of, persistent_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer
 
     AcceleratorBase = Accelerator
     TrainerBase = Trainer
-    CallbackBase = TrainerCallback
 else:
-    AcceleratorBase = TrainerBase = CallbackBase = object
+    AcceleratorBase = TrainerBase = object
 """Bases of mixins (`put_in_front`) for type checkers only."""
 
 _ABSENT = object()

@@ -45,7 +45,7 @@ from ..compat.evaluation import cast
 from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
-from .callback import MeasuredLogs, PreemptionCallback, ZeroCallback, calling_trainer, facts_of
+from .callback import PreemptionCallback, ZeroCallback, calling_trainer, facts_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
     SavesBehind,
@@ -66,7 +66,7 @@ from .stock import TrainerBase, put_in_front, replaced, show
 _WRITER_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
-class ZeroTrainerMixin(SavesBehind, MeasuredLogs, KeepsBatches, DividesSequences, Pushes, TrainerBase):
+class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, TrainerBase):
     """Override what a sharded model needs: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: call `save_model` on every rank, as the stock Trainer's documentation asks for
