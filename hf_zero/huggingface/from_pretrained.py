@@ -26,7 +26,7 @@ from ..comm.wire import SoloWire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError, RankMismatchError
-from ..params.deferred import born, born_at_rest, deferred_of, slice_bounds
+from ..params.deferred import Deferred, closed, deferred_of, slice_bounds
 from ..params.init import Init
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
@@ -229,7 +229,6 @@ class _Filling:
         return last in self._model.get_submodule(path)._parameters
 
     def _plant(self, name: str, stand_in: Tensor) -> None:
-        origin = self._origins.get(name)
         path, _, last = name.rpartition(".")
         module = self._model.get_submodule(path)
         if last == EXTRA_STATE:
@@ -238,12 +237,11 @@ class _Filling:
         value: Any
         if last not in module._parameters:
             value = self._own[name].view(stand_in.shape)
-        elif origin is not None:
-            device, trained = self._device_of(name), module._parameters[last].requires_grad
-            value = born_at_rest(stand_in.shape, origin, self._wire, device=device, requires_grad=trained)
         else:
-            own, trained = self._own[name], module._parameters[last].requires_grad
-            value = born(stand_in.shape, own.dtype, own, self._wire, device=own.device, requires_grad=trained)
+            own, origin = self._own.get(name), self._origins.get(name)
+            device = None if origin is None else self._device_of(name)
+            deferred = Deferred(self._wire, own, device=device, origin=origin)
+            value = closed(deferred, stand_in.shape, stand_in.dtype, module._parameters[last].requires_grad)
         value._is_hf_initialized = True  # transformers does not initialize it again
         setattr(module, last, value)
 

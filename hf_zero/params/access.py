@@ -139,7 +139,7 @@ class _Parameter:
 
 
 class _Trained(_Parameter):
-    """What training adds to a parameter.
+    """Gets and sets values that training adds to a parameter.
 
     Raises:
         StateError: no engine has the parameter, or it is frozen.

@@ -312,47 +312,12 @@ class Deferred:
 
 
 def closed(deferred: Deferred, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
-    """Return a new closed parameter whose values `deferred` has."""
+    """Return a new closed parameter whose values `deferred` has: this rank's elements, or all of them in files."""
     with _plain():
         param = nn.Parameter(torch.empty(0, dtype=dtype, device=deferred.device), requires_grad=requires_grad)
         show_closed(param, shape, dtype, deferred.device)
     set_source(param, deferred)
     return param
-
-
-def born(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    own: Tensor,
-    wire: SoloWire,
-    *,
-    device: torch.device | str,
-    requires_grad: bool = True,
-) -> nn.Parameter:
-    """Return a closed parameter of `shape`, whose values are the ranks' `own`: 1-D, the elements of `slice_bounds`.
-
-    Raises:
-        StateError: `own` is not this rank's part.
-    """
-    low, high = slice_bounds(torch.Size(shape).numel(), wire.rank, wire.size)
-    if own.dim() != 1 or own.numel() != high - low or own.dtype != dtype or own.device != torch.device(device):
-        raise StateError(
-            f"born(): expected a 1-D {dtype} tensor of {high - low} elements on {device} (rank {wire.rank} of "
-            f"{wire.size}, shape {tuple(shape)}), found {own.dtype} {tuple(own.shape)} on {own.device}"
-        )
-    return closed(Deferred(wire, own.detach()), shape, dtype, requires_grad)
-
-
-def born_at_rest(
-    shape: Sequence[int],
-    origin: OnDisk,
-    wire: SoloWire,
-    *,
-    device: torch.device | str,
-    requires_grad: bool = True,
-) -> nn.Parameter:
-    """Return a closed parameter of `shape` whose row-major elements are in `origin`. Every rank can read all of it."""
-    return closed(Deferred(wire, device=torch.device(device), origin=origin), shape, origin.dtype, requires_grad)
 
 
 def _holders(tensor: Tensor) -> int:
