@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.huggingface.test_from_pretrained import differences, header_bytes
-from tests.huggingface.test_weights import FAMILIES, build, edit, own_dtype
+from tests.huggingface.test_from_pretrained import header_bytes
+from tests.huggingface.test_weights import build, edit
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -88,30 +88,6 @@ def stored_on_disk(engine: zero.Engine) -> int:
 
 
 # What leaves values in the files, and what does not ---------------------------------------------------------------------
-
-
-def families(rank: int, world: int, root: Path) -> dict[str, Any]:
-    out = {}
-    for name in FAMILIES:
-        cls = type(FAMILIES[name]())
-        torch.manual_seed(3)
-        with zero.Init(offload_params="disk") as init:
-            model = cls.from_pretrained(root / name)
-        torch.manual_seed(3)
-        stock = cls.from_pretrained(root / name)
-        buffers = sum(
-            stock.get_buffer(key).nbytes for key in stock.state_dict().keys() & dict(stock.named_buffers()).keys()
-        )
-        out[name] = init.bytes_read - sum(map(header_bytes, (root / name).glob("*.safetensors"))) - buffers
-        assert differences(model, stock) == [], name
-    return out
-
-
-def test_all_families_stay_in_their_files(tmp_path: Path, two: RankPool) -> None:
-    """Merged experts, too, which are many ranges; then what is asked for has the stock model's values."""
-    for name in FAMILIES:
-        build(name, own_dtype(name)).save_pretrained(tmp_path / name)
-    assert two.run(families, tmp_path) == [dict.fromkeys(FAMILIES, 0)] * 2
 
 
 def test_what_is_cast_is_read(tmp_path: Path) -> None:

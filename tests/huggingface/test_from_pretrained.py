@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hf_zero as zero
 from hf_zero import ConfigError, Init, LayoutError, ZeroError
-from tests.huggingface.test_weights import FAMILIES, build, edit
+from tests.huggingface.test_weights import FAMILIES, build, edit, own_dtype
 from tests.kit.pool import RankPool
 
 
@@ -49,10 +49,10 @@ def header_bytes(path: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-def loaded(cls: Any, path: str | Path, **options: Any) -> tuple[Any, Any, Init]:
+def loaded(cls: Any, path: str | Path, offload: str = "none", **options: Any) -> tuple[Any, Any, Init]:
     """The model inside Init, the stock one from the same random state."""
     torch.manual_seed(3)
-    with Init() as init:
+    with Init(offload_params=offload) as init:
         model = cls.from_pretrained(path, **options)
     after = torch.get_rng_state()
     torch.manual_seed(3)
@@ -61,41 +61,41 @@ def loaded(cls: Any, path: str | Path, **options: Any) -> tuple[Any, Any, Init]:
     return model, stock, init
 
 
-def check_families(rank: int, world: int, root: str, names: list[str]) -> dict[str, Any]:
+def check_families(rank: int, world: int, root: Path, offload: str) -> dict[str, tuple[int, int, int]]:
+    """Bytes of parameters in the files, of buffers in them, and those that this rank has read."""
     out = {}
-    for name in names:
-        cls = type(FAMILIES[name]())
-        model, stock, init = loaded(cls, Path(root) / name)
-        files = list((Path(root) / name).glob("*.safetensors"))
+    for name in FAMILIES:
+        model, stock, init = loaded(type(FAMILIES[name]()), root / name, offload)
+        files = list((root / name).glob("*.safetensors"))
         headers = sum(map(header_bytes, files))
-        read, payload = init.bytes_read - headers, sum(path.stat().st_size for path in files) - headers
+        buffers = sum(stock.get_buffer(key).nbytes for key, _ in stock.named_buffers() if key in stock.state_dict())
+        payload = sum(path.stat().st_size for path in files) - headers - buffers
+        out[name] = payload, buffers, init.bytes_read - headers
         with Init():
-            again = {key: value.clone() for key, value in model.state_dict().items()}
-        out[name] = (differences(model, stock), payload, read, sorted(again) == sorted(stock.state_dict()))
+            assert model.state_dict().keys() == stock.state_dict().keys()
+        assert differences(model, stock) == [], name
     return out
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> Path:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hub")
     for name in FAMILIES:
-        build(name, torch.bfloat16 if name == "mixtral" else torch.float32).save_pretrained(root / name)
-    return Path(root)
+        build(name, own_dtype(name)).save_pretrained(root / name)
+    return root
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_equal_to_stock(world: int, folders: Path, pools: dict[int, RankPool]) -> None:
-    """All families, merged experts too: nothing differs, and the ranks together read each payload byte once."""
-    results = pools[world].run(check_families, str(folders), list(FAMILIES))
+@pytest.mark.parametrize(("world", "offload"), [(3, "none"), (2, "disk")])
+def test_equal_to_stock(world: int, offload: str, folders: Path, pools: dict[int, RankPool]) -> None:
+    """Merged experts, too: nothing differs. Ranks read each byte once together or, for the disk, buffers alone."""
+    results = pools[world].run(check_families, folders, offload)
     for name in FAMILIES:
-        assert [result[name][0] for result in results] == [[]] * world, name
-        assert all(result[name][3] for result in results)
-        payload, read = results[0][name][1], [result[name][2] for result in results]
-        buffers = sum(b.nbytes for _, b in FAMILIES[name]().named_buffers()) if name == "resnet" else 0
-        assert sum(read) == payload + (world - 1) * buffers, name
-        assert max(read) <= (payload - buffers) / world + buffers + 8 * 80, (
-            name
-        )  # slices differ by an element per parameter
+        (payload, buffers, _), read = results[0][name], [result[name][2] for result in results]
+        if offload == "disk":
+            assert read == [buffers] * world, name
+            continue
+        assert sum(read) == payload + world * buffers, name
+        assert max(read) <= payload / world + buffers + 8 * 80, name  # slices differ by an element per parameter
 
 
 @pytest.mark.parametrize("dtype", [None, "auto", torch.bfloat16, torch.float16], ids=str)
