@@ -284,6 +284,8 @@ class ZeroConfig:
             "help": "Compute the language-model loss in chunks of tokens, so that logits of sequence x vocabulary never exist: "
             "true, false, or auto (where they would take more than 1 GiB in float32).",
             "choices": ("false", "true", "auto"),
+            "nargs": "?",
+            "const": "true",
         },
     )
     sp_size: int = field(
