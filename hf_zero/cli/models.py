@@ -132,7 +132,9 @@ def _on_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # of the HTTP client, by version
         near = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], NAMES, n=3, cutoff=0.5)
-        meant = f"Did you mean {' or '.join(near)}?" if near else f"Known without the Hub: {', '.join(NAMES)}."
+        meant = (
+            f"Did you mean {' or '.join(near)}?" if near else "Known without the Hub: gpt2-xl, llama-3-8b and others."
+        )
         raise ConfigError(
             f"no model {_short(name)!r}: it is no size, folder or built-in name, and the Hub has no configuration of it "
             f"or does not answer ({_first_line(error)}). {meant}"

@@ -18,6 +18,7 @@ from .optimizer import Binding
 from .optimizer_dict import load_state_dict, state_dict
 from .parameter import raw_data
 from .segments import Segment
+from .span import Span
 from .step import StepWrapper
 
 if TYPE_CHECKING:
@@ -272,6 +273,16 @@ class Bound:
                 self._engine.hold.refuse_writes()
             self._refresh()
 
+    def were_written(self, spans: Sequence[Span]) -> bool:
+        """Return whether tensors of these spans may have been written. The time does not depend on other spans."""
+        if self._versions_of is None:
+            self._versions_of = dict(zip(self._known, self._versions))
+        segments = [segment for span in spans for segment in span.segments]
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [(segment.tensor, segment.tensor._version) for segment in segments]
+        is_counted = any(self._versions_of.get(tensor, now) != now for tensor, now in versions)
+        return is_counted or bool(self._read) or any(segment.was_moved for segment in segments)
+
     def _refresh(self) -> None:
         hold = self._engine.hold
         for binding in self.bindings:
@@ -288,6 +299,7 @@ class Bound:
         self._known: list[Tensor] = [tensor for group in groups for tensor in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [tensor._version for tensor in self._known]
+        self._versions_of: dict[Tensor, int] | None = None
 
     def _data_read(self, segment: Segment, values: Tensor) -> None:
         if segment not in self._read:

@@ -223,9 +223,13 @@ class Engine:
         for event in self.events.after_zero_grad:
             event()
 
-    def follow_writes(self) -> None:
-        """Parameters get what user code wrote to tensors of optimizer groups. A collective where it wrote."""
-        self._bound.follow_writes()
+    def follow_writes(self, spans: Sequence[Span] | None = None) -> None:
+        """Parameters get what user code wrote to tensors of optimizer groups, if it wrote to those of `spans` (None: any).
+
+        A collective where it wrote.
+        """
+        if spans is None or self._bound.were_written(spans):
+            self._bound.follow_writes()
 
     def wait_for_steps(self) -> None:
         """Return when no other thread updates masters or reads gradients."""

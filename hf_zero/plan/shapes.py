@@ -215,12 +215,12 @@ def built_in(name: str) -> Shape | Config | None:
     return _BY_LETTERS.get(_letters(name))
 
 
-_AROUND = re.compile(r"^(meta)?|(instruct|chat|base|hf|it|bnb4bit|v\d+|intermediate\w*)*$")
+_AROUND = re.compile(r"^(meta)?|(instruct|chat|base|hf|it|bnb4bit|v[\d.]+|intermediate[\w.]*)*$")
 
 
 def _letters(name: str) -> str:
-    """Return the letters and digits of a model's name, without its owner, and without `meta-` and `-instruct`."""
-    return _AROUND.sub("", re.sub(r"[^a-z0-9]", "", name.lower().rsplit("/", 1)[-1]))
+    """Return letters, digits and points of a model's name, without its owner, and without `meta-` and `-instruct`."""
+    return _AROUND.sub("", re.sub(r"[^a-z0-9.]", "", name.lower().rsplit("/", 1)[-1]))
 
 
 _EVERY: dict[str, Shape | Config] = {**CONFIGS, **BUILT_IN}
