@@ -52,6 +52,8 @@ class Bound:
         self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
+        self._versions_of: dict[Tensor, int] | None = None
+        """By tensor, `_versions`; made when it is needed."""
         self._mark_versions()
         self._read: dict[Segment, int] = {}
         """Segments whose `data` was read since the last step, with samples of their values."""
@@ -299,7 +301,7 @@ class Bound:
         self._known: list[Tensor] = [tensor for group in groups for tensor in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [tensor._version for tensor in self._known]
-        self._versions_of: dict[Tensor, int] | None = None
+        self._versions_of = None
 
     def _data_read(self, segment: Segment, values: Tensor) -> None:
         if segment not in self._read:
