@@ -27,21 +27,19 @@ class HeldSignals:
         self._pid = os.getpid()
 
     def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
-        try:
-            for number in _HELD:
-                handler: Any = signal.getsignal(number)
-                if handler is not None and not isinstance(handler, signal.Handlers):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._hold)
-        except ValueError:  # not the main thread
-            self._handlers.clear()
-        except BaseException:  # a handler raised, before its signal was held
-            self._depth -= 1
-            self._restore()
-            raise
+        if self._depth == 0:
+            try:
+                for number in _HELD:
+                    handler: Any = signal.getsignal(number)
+                    if handler is not None and not isinstance(handler, signal.Handlers):
+                        self._handlers[number] = handler
+                        signal.signal(number, self._hold)
+            except ValueError:  # not the main thread
+                self._handlers.clear()
+            except BaseException:  # a handler raised, before its signal was held
+                self._restore()
+                raise
+        self._depth += 1  # last: a handler that raises earlier must leave the depth as it was
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
