@@ -179,7 +179,8 @@ class Span:
         Raises:
             OutOfMemoryError: the device has no memory for it.
         """
-        if not self.stays and not self._gathered_bytes:
+        if not self.is_readable:
+            self._uncount()  # a signal came between a release and its count
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes
@@ -225,8 +226,11 @@ class Span:
             self._drop_buffer()
         if not self.stays:
             self._storage.resize_(0)
-            self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
-            self._gathered_bytes = 0
+            self._uncount()
+
+    def _uncount(self) -> None:
+        self.context.storage.ledger.device.now["gathered"] -= self._gathered_bytes
+        self._gathered_bytes = 0
 
     def drop(self) -> None:
         """Free the memory of `full` where it stays. `restore` gives it back; the values are undefined then."""
@@ -409,13 +413,13 @@ class Span:
 
     @property
     def is_readable(self) -> bool:
-        """`full` has memory."""
-        return self.stays or self._gathered_bytes > 0
+        """`full` has memory. The storage says so: a signal may come between a change of it and any note of that."""
+        return self.stays or self._storage.nbytes() > 0
 
     @property
     def is_freed_in_place(self) -> bool:
         """The next release resizes the memory of `full`."""
-        return not self._is_dropped and not self.stays and self._gathered_bytes > 0
+        return not self._is_dropped and not self.stays and self._storage.nbytes() > 0
 
     @property
     def has_outside_views(self) -> bool:

@@ -135,13 +135,13 @@ class Unit:
     def hide(self) -> None:
         """The use of the full parameters is over. They may still be gathered."""
         if self.is_shown and self.context.frees and not self.is_held:
-            self.is_shown = False
             set_released(self.params, True)
+            self.is_shown = False  # last: after a signal between the two the next call hides them again
 
     def hide_all(self) -> None:
         """The full parameters have no memory, though the stage keeps them."""
-        self.is_shown = False
         set_released(self.params, True)
+        self.is_shown = False
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
