@@ -7,9 +7,12 @@ import itertools
 import os
 import random
 import signal
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -414,6 +417,85 @@ def test_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, pla
 def test_many_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
     seed = random.randrange(1 << 30)
     assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=900) == [[]]
+
+
+Line = tuple[str, int]
+
+
+class Tracer:
+    """Counts how often each line of the package is executed, and sends a signal before one of these times.
+
+    Attributes:
+        seen: times by line.
+        was_sent: the line was come to.
+    """
+
+    def __init__(self, line: Line = ("", 0), time: int = 0) -> None:
+        self.seen: Counter[Line] = Counter()
+        self.was_sent, self._line, self._time = False, line, time
+
+    def __enter__(self) -> Tracer:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._step if frame.f_globals.get("__name__", "").startswith("hf_zero.") else None
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            self.seen[line] += 1
+            if line == self._line and self.seen[line] == self._time:
+                self.was_sent = True
+                os.kill(os.getpid(), signal.SIGALRM)
+        return self._step
+
+
+def before_each_line(rank: int, world: int, place: str, folder: str, seed: int, stride: int) -> list[str]:
+    """As `at_any_moment`: a handler that raises comes once before each line that a step of the package executes.
+
+    Args:
+        stride: only before every so many of these lines, in a random order.
+    """
+    generator = random.Random(seed)
+    clean, loop = (Loop(rank, place, folder) for _ in range(2))
+    for each in (clean, loop):
+        each.steps(0, 1)
+        with Tracer() as tracer:
+            each.steps(2)
+    lines = generator.sample(sorted(tracer.seen), len(tracer.seen))[::stride]
+    sent = 0
+    with heard(signal.SIGALRM, signal.default_int_handler):
+        for step, line in enumerate(lines, 3):
+            clean.steps(step)
+            time = generator.randint(1, tracer.seen[line])
+            while int(loop.optimizer.state_dict()["state"][0]["step"]) == step:
+                try:
+                    with Tracer(line, time) as found:
+                        loop.steps(step)
+                except KeyboardInterrupt:
+                    time = 0  # the step is repeated without a signal
+                sent += found.was_sent
+                loop.optimizer.zero_grad()
+            if not equal(loop.values(), clean.values()):
+                return [f"{place}, seed {seed}: differs after an interrupt before {line}, time {time}"]
+    return [] if sent > len(lines) // 2 else [f"{sent} interrupts before {len(lines)} lines"]
+
+
+@pytest.mark.parametrize("place", ["stage 2", "stage 3", "host, parameters too", "disk, parameters too"])
+def test_interrupts_before_lines(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
+    """A signal between the release of a unit's memory and the count of it ended the process in the next gather."""
+    assert pools[1].run(before_each_line, place, str(tmp_path), random.randrange(1 << 30), 25) == [[]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "in backward"])
+def test_interrupts_before_each_line(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
+    assert pools[1].run(before_each_line, place, str(tmp_path), random.randrange(1 << 30), 1, timeout_s=900) == [[]]
 
 
 def test_hooks_that_an_interrupt_left_on_go_with_the_model() -> None:
