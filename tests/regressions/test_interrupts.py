@@ -1,0 +1,207 @@
+"""Signals in a step: they wait for its end, and a handler that raises leaves the step undone or made, at any line."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero as zero
+from tests.kit.pool import RankPool
+from tests.models import LanguageModel
+from tests.regressions.test_failed_steps import PLACES, Loop, equal, heard
+
+pytestmark = pytest.mark.gloo
+
+
+def signals(rank: int, world: int) -> None:
+    """They wait for the end of the step, but for a second one of a kind; handlers stay user code's, new ones too."""
+    calls: list[str] = []
+    loop = Loop(rank, "stage 3", "")
+
+    def note(number: int, _: object) -> None:
+        calls.append(signal.Signals(number).name)
+
+    def late(number: int, frame: object) -> None:
+        calls.append("set in the step")
+
+    def hook() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGALRM)
+        calls.append("hook")
+        signal.signal(signal.SIGALRM, late)
+
+    loop.hooked = hook
+    with heard(signal.SIGTERM, note), heard(signal.SIGALRM, note):
+        loop.steps(0)
+        assert calls == ["SIGTERM", "hook", "SIGTERM", "set in the step"]
+        assert signal.getsignal(signal.SIGALRM) is late
+
+
+def test_signals_wait_for_the_end_of_the_step(pools: dict[int, RankPool]) -> None:
+    pools[1].run(signals)
+
+
+def at_any_moment(rank: int, world: int, place: str, folder: str, seed: int, rounds: int) -> list[str]:
+    """A handler that raises comes at a random moment of a step; the loop checks whether the step was made.
+
+    Continues until a third of the rounds were hit. The time of a step is measured in each round, and a step that was hit
+    gets more at the next try: a slow machine would never let it end.
+    """
+    generator = random.Random(seed)
+    clean, loop = (Loop(rank, place, folder) for _ in range(2))
+    clean.steps(0, 1, 2)
+    loop.steps(0, 1, 2)
+    hit = 0
+    with heard(signal.SIGALRM, signal.default_int_handler):
+        for step in itertools.count(3):
+            if step >= 3 + rounds and hit >= rounds // 3:
+                return []
+            started = time.perf_counter()
+            clean.steps(step)
+            step_s = time.perf_counter() - started
+            while int(loop.optimizer.state_dict()["state"][0]["step"]) == step:
+                try:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, generator.uniform(0.02, 1.3) * step_s)
+                        loop.steps(step)
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    hit += 1
+                    step_s *= 1.2
+                loop.optimizer.zero_grad()
+            if not equal(loop.values(), clean.values()):
+                return [f"{place}, seed {seed}: step {step} differs after {hit} interrupts"]
+    return []
+
+
+@pytest.mark.parametrize("place", ["stage 2", "stage 3", "host, parameters too", "disk, parameters too"])
+def test_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
+    assert pools[1].run(at_any_moment, place, str(tmp_path), random.randrange(1 << 30), 12) == [[]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "in backward"])
+def test_many_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
+    seed = random.randrange(1 << 30)
+    assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=900) == [[]]
+
+
+Line = tuple[str, int]
+
+
+class Tracer:
+    """Counts how often each line of the package is executed, and sends a signal before one of these times.
+
+    Attributes:
+        seen: times by line.
+        was_sent: the line was come to.
+    """
+
+    def __init__(self, line: Line = ("", 0), time: int = 0) -> None:
+        self.seen: Counter[Line] = Counter()
+        self.was_sent, self._line, self._time = False, line, time
+
+    def __enter__(self) -> Tracer:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._step if frame.f_globals.get("__name__", "").startswith("hf_zero.") else None
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            self.seen[line] += 1
+            if line == self._line and self.seen[line] == self._time:
+                self.was_sent = True
+                os.kill(os.getpid(), signal.SIGALRM)
+        return self._step
+
+
+def before_each_line(rank: int, world: int, place: str, folder: str, seed: int, stride: int) -> list[str]:
+    """As `at_any_moment`: a handler that raises comes once before each line that a step of the package executes.
+
+    Args:
+        stride: only before every so many of these lines, in a random order.
+    """
+    generator = random.Random(seed)
+    clean, loop = (Loop(rank, place, folder) for _ in range(2))
+    for each in (clean, loop):
+        each.steps(0, 1)
+        with Tracer() as tracer:
+            each.steps(2)
+    lines = generator.sample(sorted(tracer.seen), len(tracer.seen))[::stride]
+    sent = 0
+    with heard(signal.SIGALRM, signal.default_int_handler):
+        for step, line in enumerate(lines, 3):
+            clean.steps(step)
+            time = generator.randint(1, tracer.seen[line])
+            while int(loop.optimizer.state_dict()["state"][0]["step"]) == step:
+                try:
+                    with Tracer(line, time) as found:
+                        loop.steps(step)
+                except KeyboardInterrupt:
+                    time = 0  # the step is repeated without a signal
+                sent += found.was_sent
+                loop.optimizer.zero_grad()
+            if not equal(loop.values(), clean.values()):
+                return [f"{place}, seed {seed}: differs after an interrupt before {line}, time {time}"]
+    return [] if sent > len(lines) // 2 else [f"{sent} interrupts before {len(lines)} lines"]
+
+
+@pytest.mark.parametrize("place", ["stage 2", "stage 3", "host, parameters too", "disk, parameters too"])
+def test_interrupts_before_lines(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
+    """A signal between the release of a unit's memory and the count of it ended the process in the next gather."""
+    assert pools[1].run(before_each_line, place, str(tmp_path), random.randrange(1 << 30), 25) == [[]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "in backward"])
+def test_interrupts_before_each_line(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
+    assert pools[1].run(before_each_line, place, str(tmp_path), random.randrange(1 << 30), 1, timeout_s=900) == [[]]
+
+
+def test_hooks_that_an_interrupt_left_on_go_with_the_model() -> None:
+    """torch calls no hook of a forward that Ctrl-C ends: saved tensors pass through its hooks until the next forward."""
+    tokens = torch.arange(6).view(2, 3)
+
+    def sharded() -> LanguageModel:
+        model = LanguageModel()
+        config = zero.ZeroConfig(stage=3, offload_params="cpu", offload_optimizer="cpu")  # releases on one rank, too
+        zero.shard(model, torch.optim.AdamW(model.parameters()), config)
+        return model
+
+    def raise_interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def top() -> object:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    before, gone = top(), sharded()
+    gone.body.blocks[1].up.register_forward_pre_hook(raise_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gone(tokens)
+    assert top() is not None
+    del gone
+    gc.collect()
+    for _ in range(3):  # their memory may lie where that of the first was
+        sharded()(tokens).sum().backward()
+        assert top() == before
