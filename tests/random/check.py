@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import re
+import sys
+import threading
 import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +44,22 @@ def on_rank(rank: int, world: int, case: Case, reference: Case, folder: str, lim
         Program("random", functools.partial(play, each), "average", loose=LOOSE[case.setting.precision])
         for each in (case, reference)
     )
-    with open(Path(folder) / f"stack{rank}", "w") as log:
-        faulthandler.dump_traceback_later(max(1.0, limit_s - 2.0), file=log)
-        try:
-            ours = train(program, case.setting, rank, world, f"{folder}/engine", False)
-            setting = Setting(ranks=world, precision=case.setting.precision)
-            theirs = train(plain, setting, rank, world, f"{folder}/plain", True)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    # Not `faulthandler.dump_traceback_later`: it reads the frames of a thread that runs, and crashed one process in 15.
+    late = threading.Timer(max(1.0, limit_s - 2.0), write_stacks, [Path(folder) / f"stack{rank}"])
+    late.start()
+    try:
+        ours = train(program, case.setting, rank, world, f"{folder}/engine", False)
+        setting = Setting(ranks=world, precision=case.setting.precision)
+        theirs = train(plain, setting, rank, world, f"{folder}/plain", True)
+    finally:
+        late.cancel()
     return compare(program, case.setting, ours, theirs)
+
+
+def write_stacks(path: Path) -> None:
+    """Write where each thread of this process is."""
+    stacks = (traceback.format_stack(frame) for frame in sys._current_frames().values())
+    path.write_text("\n".join("".join(lines) for lines in stacks))
 
 
 def nothing(rank: int, world: int) -> None:
