@@ -265,13 +265,13 @@ def _show_answer(console: Console, asked: Asked, choice: Choice | None) -> None:
             rows.append((", ".join(sizes), Text("does not fit", style=BAD), "", ""))
         else:
             memory_of = found[place].made.memory
-            peaks = (short_size(memory_of.at_most(tier)) for tier in (Tier.DEVICE, Tier.HOST))
+            peaks = (short_size(memory_of.at_peak(tier)) for tier in (Tier.DEVICE, Tier.HOST))
             rows.append((", ".join(sizes), found[place].text, *peaks))
     table(console, "By GPU", ("GPU", "fastest settings that fit", "device peak", "host peak"), rows, left=2)
 
 
 def _needs(made: Plan) -> str:
-    device, host = (made.memory.at_most(tier) for tier in (Tier.DEVICE, Tier.HOST))
+    device, host = (made.memory.at_peak(tier) for tier in (Tier.DEVICE, Tier.HOST))
     return f"{short_size(device)} of device memory at peak{f', {short_size(host)} of host memory' if host else ''}"
 
 

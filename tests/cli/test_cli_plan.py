@@ -206,6 +206,20 @@ def test_each_size_of_gpu_has_settings(capsys):
     assert "torchrun --nnodes 2 --nproc-per-node 8" in run(capsys, "plan", "7B", "--world-size", 16)
 
 
+def test_one_peak_has_one_number(capsys):
+    """The answer, the table of GPUs and the table of stages print the same bytes for the same settings."""
+    out = " ".join(run(capsys, "plan", "llama3-8b", "--world-size", 8, "--device-memory", "40GiB").split())
+    (answer,) = re.findall(r"fits stage 3: (\S+ GiB) of device memory", out)
+    assert f"│ {answer} │ yes │" in out
+    out = run(capsys, "plan", "llama3-8b", "--world-size", 8)
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
+    by_gpu = {row[1]: row[2] for row in rows if len(row) == 4 and row[0]}
+    by_stage = {f"stage {row[0]}": row[4] for row in rows if len(row) == 6}
+    assert {name: by_stage[name] for name in by_gpu.keys() & by_stage.keys()} == {
+        name: by_gpu[name] for name in ("stage 2", "stage 3")
+    }
+
+
 def test_what_does_not_fit_exits_with_1(capsys):
     little = [word for name in ("device-memory", "host-memory", "disk-space") for word in (f"--{name}", "8GiB")]
     out = run(capsys, "plan", "70B", "--world-size", 1, *little, status=1)

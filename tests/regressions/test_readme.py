@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from hf_zero.cli.main import main
+from hf_zero.cli.show import short_size
 from tests.kit.launch import launch
 from tests.test_docs import ROOT, blocks_of
 
@@ -123,3 +126,26 @@ def test_each_row_of_the_comparison_is_one_configuration() -> None:
         for letter in letters:
             assert RUNS[letter][0].startswith(source[:10]), "the date is the run's"
             assert f"({letter}) `" in text.replace("\n", " "), "the command is shown"
+
+
+def test_the_lora_recipe_takes_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sizes in the text are those of the command below it, which has the settings of the recipe."""
+    text = README.read_text(encoding="utf-8")
+    (intro,) = re.findall(r"^\*\*LoRA\*\* (.*?)\n\n", text, re.S | re.M)
+    (command,) = re.findall(r"^hf-zero plan .*--zero-offload-params.*$", text, re.M)
+    words = shlex.split(command)[1:]
+
+    def peaks(words: list[str]) -> dict[str, str]:
+        assert main([*words, "--json"]) == 0
+        return {tier: short_size(size) for tier, size in json.loads(capsys.readouterr().out)["peak_bytes"].items()}
+
+    offloaded = peaks(words)
+    words[words.index("--zero-stage") + 1] = "2"
+    at = words.index("--zero-offload-params")
+    resident = peaks(words[:at] + words[at + 2 :])
+    assert resident["host"] == "0"
+    assert re.findall(r"[\d.]+ GiB", intro) == [offloaded["device"], offloaded["host"], resident["device"]]
+    recipe = blocks_of(README, "python")[FILES["LoRA"]]
+    assert all(
+        part in recipe for part in ("stage=3", 'offload_params="cpu"', "r=16", "(64, 512)", "train_batch_size=1")
+    )
