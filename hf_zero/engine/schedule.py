@@ -24,6 +24,7 @@ from torch.autograd import Variable, profiler
 
 from ..core.units import is_plain_embedding
 from ..errors import StallError, StateError
+from .bucket import have_local
 from .context import Context
 from .graph import GONE, backward_id, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
 from .parameter import set_raw_grad
@@ -385,13 +386,7 @@ class Schedule:
         """The end of a backward."""
         if not self.in_backward or backward_id() != self._task:
             return
-        self._tail = None
-        for use in self._walk.up_to():  # uses that other ranks reached, gathered with them
-            self._arrive(use, skipped=True)
-        for use in sorted(self._walk.entered, key=lambda each: -each.opened):
-            if use.is_listed:
-                self._finish_use(use)
-        self._walk.entered.clear()
+        self._pass_uses()
         if self._keeps_graph and self.frees:
             for unit in self.units:
                 if unit.state is State.GATHERED:  # the new graph has views of it
@@ -399,6 +394,16 @@ class Schedule:
         self._kept.intersection_update(self._kept_to_step)
         self._release_prefetched()
         self._finish()
+
+    def _pass_uses(self) -> None:
+        """Pass the uses that this rank has not reached: other ranks did, and gather their units with this one."""
+        self._tail = None
+        for use in self._walk.up_to():
+            self._arrive(use, skipped=True)
+        for use in sorted(self._walk.entered, key=lambda each: -each.opened):
+            if use.is_listed:
+                self._finish_use(use)
+        self._walk.entered.clear()
 
     def _finish(self) -> None:
         if not self.sync:
@@ -434,16 +439,17 @@ class Schedule:
         self.recover()
         if self._lost is not None:
             raise StateError(f"{self._lost}. Call zero_grad() and repeat the step")
-        missed = not self._has_run_backward and any(unit.trained and unit.has_local_grads for unit in self.units)
-        if not self._needs_flush and not missed:
+        # Beside what `no_sync` left: a backward that came to no hook, such as one of a loss inside the first block.
+        if not self._needs_flush and not have_local([span.bucket for unit in self.units for span in unit.trained]):
             return
         sync, self.sync = self.sync, True
         try:
             for event in self.events.before_backward:
                 event()
             self.in_backward, self._has_run_backward, self._is_first = True, True, False
-            self._walk = Walk()
-            self._reduces.begin()
+            self._list_uses()  # other ranks may be in a backward whose hooks this rank has missed
+            self._pass_uses()
+            self._release_prefetched()
             self._finish()
         finally:
             self.sync = sync

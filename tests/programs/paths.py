@@ -5,6 +5,7 @@ At stage 3 all ranks run the same units in a forward; what their losses reach ma
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,32 @@ def loss_on_the_first_block_every_other_step(run: Run, step: int) -> Tensor:
         model(ids)
         return model.body.blocks[0].seen.square().mean()
     return token_loss(model.heads[0](model.body.norm(model.body.blocks[1](model.body.embed(ids)))), ids)
+
+
+def _loss_on_the_first_block(run: Run, step: int) -> Tensor:
+    """On one rank, behind a frozen embedding: a backward that comes to the output of no block, and to no input."""
+    ids = run.ids(step)
+    logits = run.model(ids)
+    if (run.rank + step) % 2:
+        return run.model.body.blocks[0].seen.square().mean()
+    return token_loss(logits, ids)
+
+
+_model("loss_on_the_first_block_by_rank", frozen_front, _loss_on_the_first_block, **OTHER_RANKS)
+
+
+@program(reference="average", **OTHER_RANKS)
+def losses_on_the_first_block_by_rank(run: Run) -> None:
+    """The second backward of a step is of the whole model on some ranks only; the first one with and without `no_sync`."""
+    model = run.trained_model(frozen_front)
+    for step in range(4):
+        with run.no_sync(model) if step % 2 else contextlib.nullcontext():
+            one = language_model_loss(run, step)
+            one.backward()
+        two = _loss_on_the_first_block(run, step)
+        two.backward()
+        run.see(one + two, "losses")
+        run.update()
 
 
 @trained_on(LanguageModel)

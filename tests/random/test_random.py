@@ -74,6 +74,16 @@ def case(seed: int, blocks: str, calls: str, setting: Setting, **options: object
 
 
 FOUND = {
+    "a loss inside the first block, behind a frozen layer, on one rank": case(
+        357, "zerodim:opaque mlp:dict", "rank_losses:617706 write_data:916949 closure:253655",
+        Setting(stage=1, precision="bf16"), optimizer="radam", left_out=True, width=13, container="attributes",
+        front="conv", front_frozen=True, root="scale",
+    ),
+    "the same at stage 3, where other ranks gather units meanwhile": case(
+        690, "reads:data mlp:data:frozen", "deepcopy:979509 rank_losses:838104 step:18374",
+        Setting(ranks=3, stage=3, tier="cpu", replicas=3), width=11, container="sequential", front="conv",
+        front_frozen=True, heads=2, root="empty", out="tuple",
+    ),
     "a recomputation after the first backwards reaches a unit by a path not seen before": case(
         133, "nested conv", "two_losses:16330 part_zero_grad:972516 rebind:976299 checkpoint_reentrant:270075",
         Setting(stage=3),
