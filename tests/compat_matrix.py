@@ -32,7 +32,7 @@ USUAL = (
     "loops.gpt2_clipped_and_accumulated", "loops.t5_shared_embedding", "paths.tied", "optimizers.state_by_parameter",
     "buffers.norms", "compiled.compile_whole", "copies.copies_are_plain_models", "freezing.callbacks", "gradients.grad_edit",
     "graphs.func_grad", "groups.clipped_groups", "paths.loss_on_an_inner_activation", "paths.penalty_on_parameters",
-    "reads.weight_reads", "state_dicts.ema_detach", "writes.param_replaced", "writes.weight_clip",
+    "reads.weight_reads", "state_dicts.state_dict_gathers_nothing_for_long", "writes.param_replaced", "writes.weight_clip",
 )  # fmt: skip
 """Programs of the default run, with all of `services`: four that need no file, and one or more for each file."""
 ABSENT = "def __getattr__(name: str) -> type:\n    return type(name, (), {})\n"

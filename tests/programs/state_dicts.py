@@ -9,7 +9,7 @@ import torch
 from tests.models import adamw
 from tests.oracle import Run, program
 from tests.programs.sequences import broadcast_state
-from tests.programs.usual import see_weights
+from tests.programs.usual import is_released, see_weights, without_memory
 
 
 @program(reference="average")
@@ -23,6 +23,18 @@ def state_dict_cycle(run: Run) -> None:
         if t == 3:
             model.load_state_dict(sd)
             run.optimizer.load_state_dict(osd)
+
+
+@program(reference="average")
+def state_dict_gathers_nothing_for_long(run: Run) -> None:
+    """All entries are alive, and the parameters that they were copied from are released."""
+    model = run.mlp()
+    for step in range(3):
+        run.step(step)
+        state = model.state_dict()
+        if run.engine_of(model) is not None and is_released(run.setting) and not run.setting.kept:
+            assert all(map(without_memory, model.parameters())), "state_dict() left full parameters gathered"
+        run.see([value.double().sum() for value in state.values()], "sums")
 
 
 @program(reference="average")
