@@ -28,7 +28,7 @@ FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "optimizers", "plan", "eng
 
 # What may be imported, by whom alone. Keys are matched as whole dotted prefixes.
 ONLY_HERE = {
-    "torch.distributed": ("comm.group_wire", "comm.process_group", "comm.recorded"),
+    "torch.distributed": ("comm.group_wire", "comm.process_group"),
     "accelerate": ("huggingface",),
     "transformers": ("huggingface", "sequence"),  # its attention interface
     "peft": ("huggingface",),

@@ -87,8 +87,7 @@ Wire = Literal["none", "int8", "fp8"]
 
 
 def plan(
-    model: Annotated[str | None, _path("Size, built-in name, folder, file or Hub id.", "MODEL")] = None,
-    parameters: Annotated[str | None, _flag("Instead of MODEL: a number of parameters, such as 7.5B.", "N")] = None,
+    model: Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")],
     world_size: Annotated[int, _flag("Number of ranks.", most=MOST_RANKS)] = 8,
     zero_stage: Annotated[int | None, _flag("Only this stage, with all details.", "[0|1|2|3]")] = None,
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")] = "bf16",
@@ -126,9 +125,9 @@ def plan(
 ) -> None:
     """Predict memory per rank, and what fits which GPU, before anything runs.
 
-    MODEL is a size (7B, 350M), a name (llama3-8b, meta-llama/Meta-Llama-3-8B, gpt2), a local
-    folder, config.json or .safetensors file, or an adapter's folder. No weights are read. Without
-    --zero-stage: all stages side by side, and settings for each size of GPU.
+    MODEL is a size (7B, 350M), a name (llama3-8b, meta-llama/Meta-Llama-3-8B, gpt2), or a local
+    folder or config.json. No weights are read. Without --zero-stage: all stages side by side, and
+    settings for each size of GPU.
 
     \b
     Examples:
@@ -162,17 +161,12 @@ def plan(
     config.check_world_size(world_size)
     from .models import build, look_up
 
-    what = look_up(model, parameters)  # before torch is imported: wrong names are refused at once
+    what, source = look_up(model)  # before torch is imported: wrong names are refused at once
     from .plan import Asked, machine_of, run
 
-    found = build(
-        model or f"{parameters} parameters",
-        what,
-        lora,
-        {"no": "float32", "fp16": "float16"}.get(mixed_precision, "bfloat16"),
-        load_in_4bit,
-    )
-    speeds, source = machine_of(config, world_size, machine, disk_space)
+    dtype = {"no": "float32", "fp16": "float16"}.get(mixed_precision, "bfloat16")
+    found = build(model, what, source, lora, dtype, load_in_4bit)
+    speeds, measured = machine_of(config, world_size, machine, disk_space)
     asked = Asked(
         model=found,
         config=config,
@@ -184,7 +178,7 @@ def plan(
         gradient_checkpointing=gradient_checkpointing or zero_offload_activations != "none",
         optimizer_tensors=optimizer_tensors,
         machine=speeds,
-        source=source,
+        source=measured,
     )
     raise typer.Exit(run(asked, zero_stage is None, json))
 
@@ -213,7 +207,7 @@ def probe(
 
 
 def simulate(
-    model: Annotated[str, _path("Built-in name, folder or Hub id.", "MODEL")],
+    model: Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")],
     world_size: Annotated[int, _flag("Number of ranks.", most=1 << 14)] = 8,
     nodes: Annotated[int, _flag("Number of machines, with equal numbers of ranks.", most=1 << 14)] = 1,
     zero_stage: Annotated[int, _setting("stage", "[0|1|2|3]")] = 2,
@@ -241,17 +235,15 @@ def simulate(
 ) -> None:
     """Count the collectives of one step on any number of ranks, and estimate its time.
 
-    One rank's real engine runs a few steps of AdamW in this process; the other ranks do not exist.
-    MODEL is a built-in name (gpt2-tiny, gpt2-124m), a local folder or a name on the Hub. No weights
-    are read, and large tensors have no values: the model may be far larger than this machine.
+    Nothing runs: collectives and bytes are those of the plan, and the time is hops and bytes over
+    the links of the network. No weights are read.
 
     \b
     Examples:
       hf-zero simulate gpt2-124m --world-size 1024 --nodes 128
-      hf-zero simulate gpt2-124m --world-size 8 --zero-stage 2 --json
       hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
       hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3
-      hf-zero simulate gpt3-1.3b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
+      hf-zero simulate llama3-8b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
     """
     _at_least_1(
         world_size=world_size, nodes=nodes, accumulation=accumulation, batch=batch, sequence=sequence, flops=flops
@@ -264,22 +256,28 @@ def simulate(
         stage=zero_stage, replicas=zero_replicas, wire=zero_wire, units=zero_units, keep_gathered=keep_gathered
     )
     config.check_world_size(world_size)
-    from .models import look_up
+    from .models import build, look_up
 
-    what = look_up(model)
-    from .simulate import hardware_of, run
+    what, source = look_up(model)
+    from .plan import Asked
+    from .simulate import hardware, run
 
-    hardware = hardware_of(mixed_precision, world_size, flops, machine)
-    run(
-        model,
-        what,
-        config,
-        hardware,
-        (world_size, nodes, network, adapters),
-        mixed_precision,
-        (batch, sequence, accumulation),
-        json,
+    speeds, links = hardware(mixed_precision, world_size, nodes, network, adapters, flops, machine)
+    found = build(model, what, source)
+    asked = Asked(
+        model=found,
+        config=config,
+        world_size=world_size,
+        mixed_precision=mixed_precision,
+        batch=None if found.architecture is None else batch,
+        sequence=sequence,
+        accumulation=accumulation,
+        gradient_checkpointing=False,
+        optimizer_tensors=2,
+        machine=speeds,
+        network=links,
     )
+    run(asked, links, json)
 
 
 def verify(

@@ -1,4 +1,4 @@
-"""Find the model that an argument names: a size, a built-in name, a folder, a file, or a name on the Hub.
+"""Find the model that an argument names: a size, a built-in name, a folder, or a name on the Hub.
 
 `look_up` loads no torch, so that wrong names are refused at once; `build` makes the layouts.
 """
@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ZeroError
-from ..plan.shapes import NAMES, Architecture, Config, Shape, built_in, of_size
+from ..plan.shapes import NAMES, Architecture, Config, built_in, of_size
 from .files import read_settings
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from ..plan.plan import Drafter
 
 _MOST_PARAMETERS = 10**14
-_LEAST_PARAMETERS = 1000
-"""Least number without a unit: `8` was meant as `8B`."""
+_LEAST_PARAMETERS = 10**6
 ADAPTER = "adapter_config.json"
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST_DIGITS = 18
@@ -39,8 +37,8 @@ _NO_SIZE = re.compile(r"[+]?[\d.][^/]*|[+]?(nan|inf|infinity)|[kmbt]", re.IGNORE
 _HUB_S = 1.5
 """Seconds that the Hub has to answer."""
 
-What = int | Shape | Config | Path
-"""A number of parameters too small for blocks, sizes, a configuration, or a folder or file."""
+What = Config | Path
+"""A configuration, or the folder or file that has one."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +60,15 @@ class Model:
 # Names --------------------------------------------------------------------------------------------
 
 
-def look_up(given: str | None, parameters: str | None = None) -> What:
-    """Return what an existing path, a size, a built-in name, or last a name on the Hub means.
+def look_up(given: str) -> tuple[What, str]:
+    """Return what an existing path, a size, a built-in name, or last a name on the Hub means, and what it assumes.
 
     Raises:
-        ConfigError: none of these, or both or neither are given.
+        ConfigError: none of these.
     """
-    if (given is None) == (parameters is None):
-        raise ConfigError(
-            "plan needs either a model or --parameters N: hf-zero plan 7B, hf-zero plan out/checkpoint-500"
-        )
-    if given is None:
-        count = count_of(parameters or "")
-        if count is None:
-            raise ConfigError(
-                f"--parameters: expected a number such as 7.5B or 124M, found {_short(parameters or '')!r}"
-            )
-        return _sized(parameters or "", count)
     path = Path(given).expanduser()
     if path.exists():
-        return path
+        return path, ""
     count = count_of(given)
     if count is not None:
         return _sized(given, count)
@@ -89,7 +76,7 @@ def look_up(given: str | None, parameters: str | None = None) -> What:
         raise ConfigError(f"{_short(given)!r} is not a size: write 7B, 1.3B, 350M or 7_000_000_000")
     if _is_path(given):
         raise ConfigError(f"no such folder or file: {_short(given)}")
-    return built_in(given) or _on_hub(given)
+    return built_in(given) or _on_hub(given), ""
 
 
 def count_of(text: str) -> int | None:
@@ -100,12 +87,18 @@ def count_of(text: str) -> int | None:
     return round(float(match[1]) * _COUNT[match[2]]) or None
 
 
-def _sized(text: str, count: int) -> Shape | int:
+def _sized(text: str, count: int) -> tuple[Config, str]:
     if count > _MOST_PARAMETERS:
         raise ConfigError(f"{text.strip()} is more than {_MOST_PARAMETERS:,} parameters, the most that are planned")
-    if count < _LEAST_PARAMETERS and not text.strip().upper().endswith(("K", "M", "B", "T")):
+    if count < 1000 and not text.strip().upper().endswith(("K", "M", "B", "T")):
         raise ConfigError(f"{text.strip()} is a model of {count} parameters. Did you mean {text.strip()}B?")
-    return of_size(count) or count
+    if count < _LEAST_PARAMETERS:
+        raise ConfigError(f"{text.strip()} is too few parameters for a transformer: at least {_LEAST_PARAMETERS:,}")
+    name, config = of_size(count)
+    sizes = Architecture.of(SimpleNamespace(**config.settings))
+    blocks = "" if sizes is None else f"{sizes.layers} blocks of width {sizes.hidden:,}, "
+    source = f" ({config.source})" if config.source else ""
+    return config, f"structure assumed: {blocks}as {name}{source}"
 
 
 def _short(text: str) -> str:
@@ -136,33 +129,21 @@ def _on_hub(name: str) -> Path:
             f"Did you mean {' or '.join(near)}?" if near else "Known without the Hub: gpt2-xl, llama-3-8b and others."
         )
         raise ConfigError(
-            f"no model {_short(name)!r}: it is no size, folder or built-in name, and the Hub has no configuration of it "
+            f"no model {_short(name)!r}: it is not a size, a folder or a built-in name, and the Hub has no configuration of it "
             f"or does not answer ({_first_line(error)}). {meant}"
         ) from error
-
-
-def adapter_base(folder: Path) -> str | None:
-    """Return the base model that an adapter's folder names; None where the folder has no adapter.
-
-    Raises:
-        ConfigError: the adapter's configuration names no base.
-    """
-    path = folder / ADAPTER
-    if not path.is_file():
-        return None
-    base = read_settings(path).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base.strip():
-        raise ConfigError(f"{path} names no base model: set base_model_name_or_path, or plan the base itself")
-    return base
 
 
 # Layouts ------------------------------------------------------------------------------------------
 
 
-def build(name: str, what: What, lora: int = 0, dtype: str = "float32", in_4bit: bool = False) -> Model:
+def build(
+    name: str, what: What, source: str = "", lora: int = 0, dtype: str = "float32", in_4bit: bool = False
+) -> Model:
     """Return the model with its layouts.
 
     Args:
+        source: what its structure assumes.
         lora: rank of adapters on every matrix of the blocks; 0: none, all parameters are trained.
         dtype: of the frozen base under adapters.
         in_4bit: the base's matrices are quantized to 4 bits.
@@ -170,52 +151,20 @@ def build(name: str, what: What, lora: int = 0, dtype: str = "float32", in_4bit:
     Raises:
         ConfigError: no model can be made of its configuration.
     """
-    from ..plan.outline import add_adapters, from_files, from_number, from_shape
+    from ..plan.outline import add_adapters
 
-    model: nn.Module
-    architecture, source, is_outline = None, "", True
-    if isinstance(what, int):
-        model, source = from_number(what), "too few parameters for the blocks of a transformer: planned as one unit"
-    elif isinstance(what, Shape):
-        model, architecture = from_shape(what), what.architecture
-        if count_of(name) is not None:
-            source = f"structure assumed: {what.layers} blocks of width {what.hidden:,}, as {what.name} ({what.source})"
-    elif isinstance(what, Path) and _has_tensors_only(what):
-        model = from_files(what)
-    else:
-        is_outline = False
-        model, source = (model_of(name, what), "") if isinstance(what, Config) else _local(name, what)
-        architecture = Architecture.of(model.config, (key for key, _ in model.named_parameters()))
-    if lora and any("lora_" in key for key, _ in model.named_parameters()):
-        raise ConfigError(f"{name} is an adapter already: plan it without --lora")
+    model = model_of(name, what)
+    architecture = Architecture.of(model.config, (key for key, _ in model.named_parameters()))
     parameters = sum(param.numel() for param in model.parameters())
     if lora:
         add_adapters(model, lora, dtype, in_4bit)
         base = "4-bit blocks (their quantization constants are not counted)" if in_4bit else dtype
-        source = (
-            f"{source + '; ' if source else ''}LoRA of rank {lora} on every matrix of the blocks, base frozen in {base}"
-        )
-    return Model(name, parameters, _layouts(model, is_outline), architecture, source)
+        adapters = f"LoRA of rank {lora} on every matrix of the blocks, base frozen in {base}"
+        source = f"{source}; {adapters}" if source else adapters
+    return Model(name, parameters, _layouts(model), architecture, source)
 
 
-def _has_tensors_only(path: Path) -> bool:
-    """Return True for a .safetensors file, and for a folder without a configuration."""
-    if path.is_dir():
-        return not any((path / name).exists() for name in (ADAPTER, "config.json"))
-    return path.suffix == ".safetensors" and not (path.parent / ADAPTER).is_file()
-
-
-def _local(name: str, path: Path) -> tuple[Any, str]:
-    folder = path if path.is_dir() else path.parent
-    base = adapter_base(folder) if path.is_dir() or "adapter" in path.name else None
-    if base is not None:
-        return _adapter(name, folder, base), f"the adapter on its base {base}, which is frozen"
-    if path.is_file() and path.suffix != ".json":
-        raise ConfigError(f"{name}: expected a config.json, a .safetensors file or a folder with one of them")
-    return model_of(name, path), ""
-
-
-def model_of(name: str, what: Config | Path) -> Any:
+def model_of(name: str, what: What) -> Any:
     """Return the model of a configuration on the meta device.
 
     Raises:
@@ -224,44 +173,32 @@ def model_of(name: str, what: Config | Path) -> Any:
     from ..huggingface.models import empty_model
 
     if isinstance(what, Path):
-        check_counts(what if what.is_file() else what / "config.json")
+        _check_folder(name, what)
     try:
-        with _few_modules(name):  # a folder may have the name of a built-in model
-            return empty_model(str(what.absolute()) if isinstance(what, Path) else what)
+        return empty_model(str(what.absolute()) if isinstance(what, Path) else what)
     except ZeroError:
         raise
     except Exception as error:  # model classes raise anything at impossible sizes
         raise ConfigError(f"{name}: no model can be made of its configuration: {_first_line(error)}") from error
 
 
-def _adapter(given: str, folder: Path, base: str) -> Any:
-    """Return an adapter on its base: a local folder, a built-in name, or a name on the Hub.
-
-    Raises:
-        ConfigError: the base is missing, or the adapter does not fit it; the message names the base.
+def _check_folder(name: str, path: Path) -> None:
     """
-    from ..huggingface.models import empty_adapter
-
-    place = next((path for path in (Path(base).expanduser(), folder / base) if path.is_dir()), None)
-    try:
-        what = place or look_up(base)
-        if isinstance(what, Path) and what.is_dir() and not (what / "config.json").is_file():
-            raise ConfigError(f"{what} has no config.json: plan needs the base's own")
-        if isinstance(what, int):
-            raise ConfigError("a number is not a model")
-        model = model_of(base, what.config if isinstance(what, Shape) else what)
-        with _few_modules(given):
-            return empty_adapter(str(folder), model)
-    except Exception as error:  # from PEFT or the base's class
-        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        raise ConfigError(
-            f"{given} is an adapter of {_short(base)!r}, and cannot be planned with it: {kind}{_first_line(error)}. "
-            f"Set base_model_name_or_path in {folder / ADAPTER}"
-        ) from error
+    Raises:
+        ConfigError: an adapter, another kind of file, or a configuration with impossible counts.
+    """
+    adapter = path / ADAPTER
+    if adapter.exists():
+        values = read_settings(adapter)
+        base, rank = values.get("base_model_name_or_path"), values.get("r", "RANK")
+        raise ConfigError(f"{name} is an adapter of {base!r}. Plan the base: hf-zero plan {base} --lora {rank}")
+    if path.is_file() and path.suffix != ".json":
+        raise ConfigError(f"{name}: expected a folder with a config.json, or that file")
+    check_counts(path if path.is_file() else path / "config.json")
 
 
 _COUNTED = re.compile(r"layer|block|expert|depth|head")
-_MOST_COUNTED, _MOST_MODULES = 100_000, 500_000
+_MOST_COUNTED = 10_000
 
 
 def check_counts(path: Path) -> None:
@@ -281,48 +218,12 @@ def check_counts(path: Path) -> None:
         ]
 
 
-@contextmanager
-def _few_modules(name: str) -> Iterator[None]:
-    """Bound the number of modules created inside.
-
-    Raises:
-        ConfigError: a model with more modules than memory has room for.
-    """
-    from torch.nn.modules.module import register_module_module_registration_hook
-
-    count = 0
-
-    def counted(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > _MOST_MODULES:
-            raise ConfigError(f"{name}: its configuration asks for more than {_MOST_MODULES} modules")
-
-    handle = register_module_module_registration_hook(counted)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _layouts(model: nn.Module, is_outline: bool) -> Callable[..., Layout]:
-    """Return a function of precision, shards and units. Patterns that match nothing in an outline are ignored."""
-    from ..core.units import find_named
+def _layouts(model: nn.Module) -> Callable[..., Layout]:
+    """Return a function of precision, shards and units."""
     from ..plan.plan import Drafter
-
-    names = [key for key, _ in model.named_parameters(remove_duplicate=False)]
-
-    def is_named(pattern: str) -> bool:
-        try:
-            return bool(find_named(model, (pattern,)))
-        except ConfigError:
-            return False
 
     @cache
     def drafted(precision: Precision, units: tuple[str, ...]) -> tuple[Drafter, list[list[ParamSpec]]]:
-        if is_outline:
-            known = tuple(pattern for pattern in precision.full_precision if fnmatch.filter(names, pattern))
-            precision, units = replace(precision, full_precision=known), tuple(filter(is_named, units))
         drafter = Drafter(model, precision, units=units)
         return drafter, drafter.specs(dict.fromkeys(drafter.names, 0))
 

@@ -16,9 +16,10 @@ from ..core.precision import Precision
 from ..errors import ConfigError
 from ..plan.costs import KINDS, STATES, TIERS
 from ..plan.machine import MARGIN, Machine, here, host_name, kept
+from ..plan.network import Network
 from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
-from ..plan.solve import PlanInputs, fits
+from ..plan.solve import PlanInputs
 from ..plan.work import ROADS
 from ..tiers.tier import Tier
 from . import OK, WRONG
@@ -68,6 +69,8 @@ class Asked:
     machine: Machine
     source: str = ""
     """Source of the machine's numbers."""
+    network: Network | None = None
+    """Links between ranks; None: those of the machine."""
 
     @property
     def tokens(self) -> str:
@@ -87,20 +90,21 @@ class Asked:
     def inputs(self, **settings: Any) -> PlanInputs:
         config = replace(self.config, **settings)
         precision = Precision.of(self.mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
-        batch = None
-        if self.batch is not None:
-            batch = Batch(
-                self.batch,
-                self.sequence,
-                self.gradient_checkpointing,
-                config.offload_activations,
-                self.model.architecture,
-                config.sp_size,
-                config.chunked_loss,
-            )
-        layout = self.model.layout(precision, config.shards(self.world_size), tuple(config.units))
+        model = self.model
+        batch = None if self.batch is None else Batch(
+            self.batch, self.sequence, self.gradient_checkpointing, config.offload_activations, model.architecture,
+            config.sp_size, config.chunked_loss,
+        )  # fmt: skip
         return PlanInputs(
-            layout, self.machine, config, self.world_size, precision, self.optimizer_tensors, batch, self.accumulation
+            model.layout(precision, config.shards(self.world_size), tuple(config.units)),
+            self.machine,
+            config,
+            self.world_size,
+            precision,
+            self.optimizer_tensors,
+            batch,
+            self.accumulation,
+            network=self.network,
         )
 
 
@@ -109,11 +113,16 @@ def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
     plans, refused = [], {}
     for stage in sorted(STAGES) if all_stages else [asked.config.stage]:
         try:
-            plans.append(asked.plan(stage=stage))
+            inputs = asked.inputs(stage=stage)
         except ConfigError as error:
             refused[stage] = str(error)
-            if not all_stages and not (asked.config.is_auto and not fits(asked.inputs())):
+            if not all_stages:
                 raise
+            continue
+        try:
+            plans.append(plan(inputs))
+        except ConfigError as error:  # `auto` finds no placement
+            refused[stage] = str(error)
     if not plans and not asked.config.is_auto:
         raise ConfigError("; ".join(dict.fromkeys(refused.values())))
     suggested = best(asked) if all_stages or not any(made.fits for made in plans) else None

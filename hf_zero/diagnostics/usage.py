@@ -29,7 +29,7 @@ from ..plan.machine import here
 from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
-from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, Traffic, work_in_total
+from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, Traffic, collectives_in, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
@@ -236,7 +236,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         kept=context.kept,
     )
     given = context.layout, context.plan.placements, setup
-    return memory_of(*given), Traffic.of(work_in_total(*given), *given)
+    return memory_of(*given), Traffic.of(work_in_total(*given), collectives_in(context.layout, setup))
 
 
 def report(engine: Engine, recorder: Recorder | None = None) -> Report:

@@ -1,20 +1,16 @@
-"""Modules without values, built from file headers, a shape or a number of parameters: all that a plan needs."""
+"""Activations of a batch, and LoRA matrices on a model without values."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..checkpoint.safetensors import read_header
 from ..core.precision import dtype_of
 from ..errors import ConfigError
 from ..tiers.tier import WRITTEN_INPUTS, padded
-from .shapes import Architecture, Shape, tensors
+from .shapes import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +26,7 @@ class Batch:
     checkpointing: bool = False
     """transformers' gradient checkpointing: keep the layers' inputs only, and recompute one layer at a time."""
     offload: str = "none"
-    """Where the kept inputs are stored: none (on the device), cpu or disk."""
+    """Tier of the kept inputs: none (on the device), cpu or disk."""
     architecture: Architecture | None = None
     sp_size: int = 1
     chunked_loss: bool | str = False
@@ -133,62 +129,6 @@ def activation_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> di
     return work
 
 
-# Models without values ------------------------------------------------------------------------------------------------
-
-
-_EMBEDDING = re.compile(r"emb|wte|wpe")
-_FLOATS = ("float32", "float64", "bfloat16", "float16")
-_HEAD = "lm_head.weight"
-_MOST_DEEP = 50
-"""Deepest nesting of modules. Code recurses over them, and names in a file may have any number of dots."""
-
-
-def from_number(parameters: int) -> nn.Module:
-    """Return a model of one matrix: too few parameters for blocks."""
-    return from_tensors({"parameters.weight": ("float32", (parameters, 1))})
-
-
-def from_shape(shape: Shape) -> nn.Module:
-    """Return float32 modules without values for a shape."""
-    return from_tensors({name: ("float32", sizes) for name, sizes in tensors(shape)}, shape.is_tied)
-
-
-def from_files(path: Path) -> nn.Module:
-    """Return modules without values from the headers of one safetensors file, or of all in a folder.
-
-    Raises:
-        ConfigError: no safetensors file.
-        CheckpointError: a damaged header.
-    """
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{path}: expected a .safetensors file, or a folder with some or with a config.json")
-    shapes = {key: entry for file in files for key, entry in read_header(file).tensors.items()}
-    if not shapes:
-        raise ConfigError(f"{path}: its files hold no tensors")
-    return from_tensors({name: (entry.dtype, entry.shape) for name, entry in shapes.items()})
-
-
-def from_tensors(shapes: Mapping[str, tuple[str, tuple[int, ...]]], is_tied: bool | None = None) -> nn.Module:
-    """Return modules on the meta device with parameters of these names, dtypes and shapes.
-
-    Order of a pass: embeddings, largest first; blocks; the others, largest last. Integer dtypes are frozen. `is_tied`: the
-    largest embedding is also the head; None: tied if no other matrix follows the blocks.
-    """
-    params: dict[str, nn.Parameter] = {}
-    for name, (dtype, shape) in shapes.items():
-        empty = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
-        params[name] = nn.Parameter(empty, requires_grad=dtype in _FLOATS)
-    order = {name: (_place(name), _place(name) * param.numel(), _natural(name)) for name, param in params.items()}
-    params = {name: params[name] for name in sorted(params, key=lambda name: order[name])}
-    if is_tied is None:
-        is_tied = not any(_place(name) > 0 and param.dim() > 1 for name, param in params.items())
-    first = next(iter(params))
-    if is_tied and _place(first) < 0:
-        params[_HEAD] = params[first]
-    return _module("", {tuple(name.split(".", _MOST_DEEP)): param for name, param in params.items()})
-
-
 def add_adapters(model: nn.Module, rank: int, dtype: str, in_4bit: bool) -> None:
     """Freeze a model on the meta device in `dtype`, and add LoRA matrices of `rank` to every matrix of its blocks.
 
@@ -207,39 +147,3 @@ def add_adapters(model: nn.Module, rank: int, dtype: str, in_4bit: bool) -> None
         module.add_module("lora_B", nn.Linear(rank, out, bias=False, device="meta"))
         if in_4bit:
             weight.data = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device="meta")
-
-
-def _place(name: str) -> int:
-    """Return -1 for an embedding before the blocks, 0 for a parameter of a block (`h.0.…`), 1 behind the blocks."""
-    if any(part.isdecimal() for part in name.split(".")[:-1]):
-        return 0
-    return -1 if _EMBEDDING.search(name) else 1
-
-
-def _module(name: str, params: Mapping[tuple[str, ...], nn.Parameter]) -> nn.Module:
-    """Return a module with these parameters. Matrices other than embeddings count as cast by autocast."""
-    own: dict[str, nn.Parameter | None] = {path[0]: param for path, param in params.items() if len(path) == 1}
-    inner: dict[str, dict[tuple[str, ...], nn.Parameter]] = {}
-    for path, param in params.items():
-        if len(path) > 1:
-            inner.setdefault(path[0], {})[path[1:]] = param
-    weight = own.get("weight")
-    kind: type[nn.Module] = nn.Module
-    if inner and not own and all(child.isdecimal() for child in inner):
-        kind = nn.ModuleList
-    elif weight is not None and weight.dim() > 1:
-        kind = nn.Embedding if _EMBEDDING.search(name) else nn.Linear
-    elif "in_proj_weight" in own:
-        kind = nn.MultiheadAttention
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)  # without its own parameters
-    if kind is nn.Embedding:
-        made.__dict__["max_norm"] = None
-    made._parameters = own
-    made._modules = {child: _module(f"{name}.{child}", its) for child, its in inner.items()}
-    return made
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort key: `h.10` after `h.9`."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]

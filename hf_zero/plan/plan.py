@@ -20,9 +20,10 @@ from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
 from ..errors import ConfigError, LayoutError
 from ..tiers.tier import Tier
 from .costs import KINDS, TIERS, Memory, Placement, Setup, stays
+from .network import Network
 from .peaks import memory_of
-from .solve import TIERS_OF, Budgets, PlanInputs, fits, solve
-from .work import PASSES, Traffic, Work, seconds, step_seconds, work_in_total
+from .solve import TIERS_OF, Budgets, PlanInputs, solve
+from .work import PASSES, Collective, Traffic, collectives_in, seconds, step_seconds, work_in_total
 
 # Units that stay ------------------------------------------------------------------------------------------------------
 
@@ -53,10 +54,6 @@ def kept_units(inputs: PlanInputs, placements: Sequence[Placement]) -> tuple[int
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-MORE_RANKS = (2, 4, 8, 16, 64, 256)
-"""Factors by which the number of ranks is increased if a plan does not fit."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The placement of all states on each rank, and its cost; `to_dict()` gives plain values for JSON."""
@@ -74,6 +71,8 @@ class Plan:
     """Predicted seconds of a step; None if a part is not known."""
     kept: tuple[int, ...] = ()
     """Indices of units that stay gathered from forward to backward, those used last first."""
+    collectives: tuple[Collective, ...] = ()
+    """The collectives of a step."""
 
     @property
     def layout(self) -> Layout:
@@ -102,8 +101,8 @@ class Plan:
 
     @property
     def shortfall(self) -> str:
-        """The missing bytes, and what would fit, found by planning again; empty if everything fits."""
-        return "" if self.fits else _shortfall(self.inputs, self.memory)
+        """The missing bytes, and what to change; empty if everything fits."""
+        return _shortfall(self.inputs, self.memory)
 
     def to_dict(self) -> dict[str, Any]:
         def table(by_tier: Mapping[Tier, Mapping[str, int]]) -> dict[str, dict[str, int]]:
@@ -137,41 +136,34 @@ def plan(inputs: PlanInputs) -> Plan:
     """Place every span of the layout and predict bytes and seconds: pure arithmetic, equal on every rank.
 
     Raises:
-        ConfigError: `auto`, and nothing fits. The message says what would.
+        ConfigError: `auto`, and nothing fits. The message has the missing bytes.
     """
     config = inputs.config
-    placements = (
-        solve(inputs)
-        if config.is_auto
-        else inputs.all_in(TIERS_OF[config.offload_params][0], TIERS_OF[config.offload_optimizer][0])
-    )
+    slowest = inputs.all_in(TIERS_OF[config.offload_params][-1], TIERS_OF[config.offload_optimizer][-1])
+    placements = solve(inputs) if config.is_auto else slowest
     if placements is None:
-        raise ConfigError(_shortfall(inputs))
+        raise ConfigError(_shortfall(inputs, inputs.memory(slowest)))
     kept = kept_units(inputs, placements)
     setup = replace(inputs.setup, kept=frozenset(kept))
     memory = memory_of(inputs.layout, placements, setup, inputs.activations)
-    work = _work(inputs, placements, setup)
-    parts = seconds(work, inputs.machine, inputs.compute_s)
+    work = work_in_total(inputs.layout, placements, setup)
+    for road, nbytes in inputs.activation_work.items():
+        work[PASSES, road] = work.get((PASSES, road), 0) + nbytes
+    collectives = tuple(collectives_in(inputs.layout, setup))
+    network = inputs.network or Network.of(inputs.machine, inputs.world_size)
+    sent_s = None if network is None else network.seconds(collectives)
+    parts = seconds(work, inputs.machine, inputs.compute_s, sent_s)
     return Plan(
         inputs,
         placements,
         memory,
-        Traffic.of(work, inputs.layout, placements, setup),
+        Traffic.of(work, collectives),
         {" ".join(key): value for key, value in parts.items()},
         step_seconds(parts, inputs.machine, setup),
         kept,
+        collectives,
     )
 
-
-def _work(inputs: PlanInputs, placements: Sequence[Placement], setup: Setup) -> Work:
-    """Return what a step moves: states, offloaded activations, and what attention exchanges."""
-    work = work_in_total(inputs.layout, placements, setup)
-    for road, nbytes in inputs.activation_work.items():
-        work[PASSES, road] = work.get((PASSES, road), 0) + nbytes
-    return work
-
-
-# What would fit -----------------------------------------------------------------------------------------------------
 
 NAMES = {
     "device": "device_memory",
@@ -179,53 +171,21 @@ NAMES = {
     "disk": "free space in offload_dir",
     "together": "device and host memory, which are one here,",
 }
-_BOTH = {"offload_optimizer": "auto", "offload_params": "auto"}
-ALTERNATIVES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("offload_optimizer='auto'", {"offload_optimizer": "auto"}),
-    ("offload_params='auto'", {"offload_params": "auto"}),
-    ("offload_optimizer='auto' and offload_params='auto'", _BOTH),
-    ("stage=3", {"stage": 3}),
-    ("stage=3 with both offloads 'auto'", {"stage": 3, **_BOTH}),
-    ("stage=3 with both offloads 'auto' and step_in_backward=True", {"stage": 3, **_BOTH, "step_in_backward": True}),
-)
 
 
-def _shortfall(inputs: PlanInputs, memory: Memory | None = None) -> str:
-    """Describe the missing bytes (of `memory`, if a placement exists), and what would help, in numbers."""
+def _shortfall(inputs: PlanInputs, memory: Memory) -> str:
+    """Return the bytes that `memory` lacks, and what to change; empty if it fits."""
+    over = inputs.budgets.excess(memory)
+    if not over:
+        return ""
     limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, _, limit in inputs.budgets.rows())
-    if memory is None:
-        found = f"no placement of {inputs.layout.numel:,} parameters fits"
-    else:
-        over = inputs.budgets.excess(memory).items()
-        found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over)
-    advice = next(_what_fits(inputs), "more memory, more ranks, or a smaller model")
+    found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over.items())
+    found += " even with all states in their slowest tier" if inputs.config.is_auto else ""
     return (
         f"{found} at stage {inputs.config.stage} on {inputs.world_size} rank{'s' if inputs.world_size > 1 else ''} "
-        f"(per rank: {limits}). What would fit: {advice}"
+        f"(per rank: {limits}). Use stage=3, more offloading, gradient checkpointing, more ranks or more memory; "
+        "`hf-zero plan MODEL --device-memory SIZE` finds settings that fit"
     )
-
-
-def _what_fits(inputs: PlanInputs) -> Iterator[str]:
-    """Yield changes with which everything fits, cheapest first."""
-    batch = inputs.batch
-    if batch is not None and batch.architecture is not None and not batch.checkpointing:
-        checkpointed = replace(inputs, batch=replace(batch, checkpointing=True))
-        yield from ["gradient checkpointing"] * fits(checkpointed)
-    for text, changes in ALTERNATIVES:
-        if _would_fit(inputs, inputs.world_size, changes):
-            yield text
-    if inputs.config.policy.shard:
-        for ranks in (inputs.world_size * times for times in MORE_RANKS):
-            if _would_fit(inputs, ranks, {}):
-                yield f"{ranks} ranks with the same budgets each"
-
-
-def _would_fit(inputs: PlanInputs, world_size: int, settings: Mapping[str, Any]) -> bool:
-    try:
-        other = inputs.changed(world_size, **settings)
-    except ConfigError:  # an offload that the stage does not allow
-        return False
-    return (other.config, world_size) != (inputs.config, inputs.world_size) and fits(other)
 
 
 def _reasons(made: Plan) -> Iterator[str]:
@@ -243,11 +203,9 @@ def _reasons(made: Plan) -> Iterator[str]:
             "parameters that the optimizer must have whole have one owner each: of their mean a rank owns "
             f"{', '.join(f'{share:.2f}' for share in shares[:8])}{'' if len(shares) <= 8 else f' (at most {max(shares):.2f})'}"
         )
-    asked = TIERS_OF[config.offload_params]
-    if len(asked) == 1 and any(place.parameters is not asked[0] for place in made.placements):
-        yield "parameters of their master's dtype are stored with it: they are one memory"
     if config.keep_gathered is not None and (order := candidates(made.layout, made.placements, setup)):
-        yield from _kept(made, len(order))
+        nbytes = size_text(sum(made.layout.units[at].gathered_bytes for at in made.kept))
+        yield f"{len(made.kept)} of {len(order)} units stay gathered from forward to backward, the last ones: {nbytes}"
     if batch is None:
         yield "activations and computing time are not counted: no batch was given"
     elif batch.architecture is None:
@@ -264,25 +222,6 @@ def _reasons(made: Plan) -> Iterator[str]:
     unknown = [name for name, value in made.parts.items() if value is None]
     if unknown:
         yield f"step time is not predicted: no speed is known for {', '.join(unknown)} (hf-zero probe measures them)"
-
-
-def _kept(made: Plan, candidates: int) -> Iterator[str]:
-    """Describe the units that stay gathered, of `candidates` that could."""
-    layout = made.layout
-    bare = layout, made.placements, made.inputs.setup
-    without = Traffic.of(_work(made.inputs, *bare[1:]), *bare)
-    saved = size_text(without.gather + without.up - made.traffic.gather - made.traffic.up)
-    nbytes = size_text(sum(layout.units[at].gathered_bytes for at in made.kept))
-    yield (
-        f"{len(made.kept)} of {candidates} units{_named(layout, made.kept)} stay gathered from forward to backward, the last "
-        f"ones, as many as keep_gathered has room for: {nbytes}, which saves {saved} of gathers and loads per step"
-    )
-
-
-def _named(layout: Layout, units: Sequence[int]) -> str:
-    """Return the names of the first and the last of `units`, which start with the last."""
-    names = [layout.units[at].name for at in units]
-    return f" ({names[-1]} to {names[0]})" if len(names) > 1 else f" ({names[0]})" if names else ""
 
 
 def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -17,6 +17,8 @@ class Config(NamedTuple):
     architecture: str
     """The model class."""
     settings: dict[str, Any]
+    source: str = ""
+    """Where the sizes were published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,66 +53,23 @@ class Architecture:
         return Architecture(hidden, layers, heads, wide, vocab, find("num_key_value_heads"), is_gated)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape(Architecture):
-    """The sizes of a decoder: of Llama where the MLP is gated, of GPT-2 otherwise."""
-
-    name: str = field(kw_only=True)
-    source: str = field(kw_only=True)
-    positions: int = 0
-    """Positions of a learned embedding; 0: none."""
-    is_tied: bool = True
-    """The embedding is also the head."""
-    extra: int = 0
-    """Elements added to the last norm, so that the number of parameters is exact."""
-
-    @property
-    def numel(self) -> int:
-        without, one = (
-            sum(math.prod(shape) for _, shape in tensors(replace(self, layers=layers))) for layers in (0, 1)
-        )
-        return without + self.layers * (one - without)
-
-    @property
-    def config(self) -> Config:
-        """Return the configuration of transformers' model of these sizes."""
-        if not self.is_gated:
-            sizes = {"n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_positions": self.positions}
-            return Config("gpt2", "GPT2LMHeadModel", {"vocab_size": self.vocab, **sizes})
-        sizes = {
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.key_value_heads or self.heads,
-            "intermediate_size": self.intermediate,
-        }
-        return Config("llama", "LlamaForCausalLM", {**sizes, "tie_word_embeddings": self.is_tied})
-
-    @property
-    def architecture(self) -> Architecture:
-        """Return the sizes alone: equal for models that differ in name."""
-        return Architecture(*(getattr(self, item.name) for item in fields(Architecture)))
-
-
-def _gpt(
-    name: str, layers: int, hidden: int, heads: int, source: str, vocab: int = 50257, positions: int = 1024
-) -> Shape:
-    return Shape(hidden, layers, heads, 4 * hidden, vocab, name=name, source=source, positions=positions)
+def _gpt(layers: int, hidden: int, heads: int, source: str = "", vocab: int = 50257, positions: int = 1024) -> Config:
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}
+    return Config("gpt2", "GPT2LMHeadModel", {"vocab_size": vocab, **sizes}, source)
 
 
 def _llama(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    wide: int,
-    vocab: int,
-    source: str,
-    kv: int | None = None,
-    tied: bool = False,
-) -> Shape:
-    return Shape(hidden, layers, heads, wide, vocab, kv, True, name=name, source=source, is_tied=tied)
+    layers: int, hidden: int, heads: int, wide: int, vocab: int, source: str, kv: int | None = None, tied: bool = False
+) -> Config:
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv or heads,
+        "intermediate_size": wide,
+    }
+    return Config("llama", "LlamaForCausalLM", {**sizes, "tie_word_embeddings": tied}, source)
 
 
 _GPT2 = "Radford et al. 2019, table 2"
@@ -119,49 +78,40 @@ _GPT3 = "arXiv 2005.14165, table 2.1"
 _LLAMA = "arXiv 2302.13971, table 2"
 _LLAMA3 = "arXiv 2407.21783, table 3"
 _CONFIG = "its config.json"
-_GPT3_SHAPES = tuple(
-    _gpt(f"gpt3-{name}", layers, hidden, heads, _GPT3, positions=2048)
+_GPT3_MODELS = {
+    f"gpt3-{name}": _gpt(layers, hidden, heads, _GPT3, positions=2048)
     for name, layers, hidden, heads in (
         ("125m", 12, 768, 12), ("350m", 24, 1024, 16), ("760m", 24, 1536, 16), ("1.3b", 24, 2048, 16),
         ("2.7b", 32, 2560, 32), ("6.7b", 32, 4096, 32), ("13b", 40, 5120, 40), ("175b", 96, 12288, 96),
     )
-)  # fmt: skip
-_PUBLISHED = (
-    _gpt("gpt2", 12, 768, 12, _GPT2),
-    _gpt("gpt2-medium", 24, 1024, 16, _GPT2),
-    _gpt("gpt2-large", 36, 1280, 20, _GPT2),
-    _gpt("gpt2-xl", 48, 1600, 25, _GPT2),
-    *_GPT3_SHAPES,
-    _llama("tinyllama-1.1b", 22, 2048, 32, 5632, 32000, "arXiv 2401.02385, table 1", kv=4),
-    _llama("llama-7b", 32, 4096, 32, 11008, 32000, _LLAMA),
-    _llama("llama-13b", 40, 5120, 40, 13824, 32000, _LLAMA),
-    _llama("llama-30b", 60, 6656, 52, 17920, 32000, _LLAMA),
-    _llama("llama-65b", 80, 8192, 64, 22016, 32000, _LLAMA),
-    _llama("llama-2-70b", 80, 8192, 64, 28672, 32000, "arXiv 2307.09288, section 2.2", kv=8),
-    _llama("llama-3.2-1b", 16, 2048, 32, 8192, 128256, _CONFIG, kv=8, tied=True),
-    _llama("llama-3.2-3b", 28, 3072, 24, 8192, 128256, _CONFIG, kv=8, tied=True),
-    _llama("llama-3-8b", 32, 4096, 32, 14336, 128256, _LLAMA3, kv=8),
-    _llama("llama-3-70b", 80, 8192, 64, 28672, 128256, _LLAMA3, kv=8),
-    _llama("llama-3-405b", 126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
-    _llama("mistral-7b", 32, 4096, 32, 14336, 32000, "arXiv 2310.06825, table 1", kv=8),
-)
-BUILT_IN = {shape.name: shape for shape in _PUBLISHED}
-"""Shapes by lower-case name."""
+}  # fmt: skip
+PUBLISHED = {
+    "gpt2": _gpt(12, 768, 12, _GPT2),
+    "gpt2-medium": _gpt(24, 1024, 16, _GPT2),
+    "gpt2-large": _gpt(36, 1280, 20, _GPT2),
+    "gpt2-xl": _gpt(48, 1600, 25, _GPT2),
+    "pythia-70m": _gpt(6, 512, 8, "arXiv 2304.01373, table 1", vocab=50304, positions=2048),
+    "megatron-1t": _gpt(128, 25600, 160, "arXiv 2104.04473, table 1", vocab=51200, positions=2048),
+    "tinyllama-1.1b": _llama(22, 2048, 32, 5632, 32000, "arXiv 2401.02385, table 1", kv=4),
+    "llama-7b": _llama(32, 4096, 32, 11008, 32000, _LLAMA),
+    "llama-13b": _llama(40, 5120, 40, 13824, 32000, _LLAMA),
+    "llama-30b": _llama(60, 6656, 52, 17920, 32000, _LLAMA),
+    "llama-65b": _llama(80, 8192, 64, 22016, 32000, _LLAMA),
+    "llama-2-70b": _llama(80, 8192, 64, 28672, 32000, "arXiv 2307.09288, section 2.2", kv=8),
+    "llama-3.2-1b": _llama(16, 2048, 32, 8192, 128256, _CONFIG, kv=8, tied=True),
+    "llama-3.2-3b": _llama(28, 3072, 24, 8192, 128256, _CONFIG, kv=8, tied=True),
+    "llama-3-8b": _llama(32, 4096, 32, 14336, 128256, _LLAMA3, kv=8),
+    "llama-3-70b": _llama(80, 8192, 64, 28672, 128256, _LLAMA3, kv=8),
+    "llama-3-405b": _llama(126, 16384, 128, 53248, 128256, _LLAMA3, kv=8),
+    "mistral-7b": _llama(32, 4096, 32, 14336, 32000, "arXiv 2310.06825, table 1", kv=8),
+}
+"""Configurations of published models by lower-case name."""
 _SAME = {
-    "gpt2-124m": "gpt2", "llama-2-7b": "llama-7b", "llama-2-13b": "llama-13b",
+    "llama-2-7b": "llama-7b", "llama-2-13b": "llama-13b",
     **{f"llama-3.1-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")}, "llama-3.3-70b": "llama-3-70b",
     "tinyllama": "tinyllama-1.1b", "bert-base-uncased": "bert-110m", "t5-base": "t5-220m", "whisper-base": "whisper-74m",
 }  # fmt: skip
 """Models of equal sizes under another name."""
-_LADDER = (
-    # A number of parameters becomes the nearest of these, with width and MLP changed until the number is exact.
-    _gpt("pythia-70m", 6, 512, 8, "arXiv 2304.01373, table 1", vocab=50304, positions=2048),
-    _gpt("Megatron 1T", 128, 25600, 160, "arXiv 2104.04473, table 1", vocab=51200, positions=2048),
-    *(BUILT_IN[name] for name in (
-        "gpt2", "gpt2-medium", "gpt2-large", "tinyllama-1.1b", "llama-3.2-3b", "llama-7b", "llama-13b", "llama-30b",
-        "llama-2-70b", "gpt3-175b", "llama-3-405b",
-    )),
-)  # fmt: skip
 
 
 # The tiny ones have no dropout: with it, so few steps show mostly noise, and runs would differ between world sizes.
@@ -205,12 +155,12 @@ CONFIGS = {
     "t5-220m": Config("t5", "T5ForConditionalGeneration", _T5_220M),
     "speech-tiny": Config("whisper", "WhisperForConditionalGeneration", _SPEECH_TINY),
     "whisper-74m": Config("whisper", "WhisperForConditionalGeneration", _WHISPER_74M),
-    **{shape.name: shape.config for shape in _GPT3_SHAPES},
+    **_GPT3_MODELS,
 }
 """Configurations of the example scripts' models, which start from random weights, by lower-case name."""
 
 
-def built_in(name: str) -> Shape | Config | None:
+def built_in(name: str) -> Config | None:
     """Return the model that a name such as `llama3-8b` or `meta-llama/Meta-Llama-3-8B-Instruct` means; None: not known."""
     return _BY_LETTERS.get(_letters(name))
 
@@ -223,59 +173,42 @@ def _letters(name: str) -> str:
     return _AROUND.sub("", re.sub(r"[^a-z0-9.]", "", name.lower().rsplit("/", 1)[-1]))
 
 
-_EVERY: dict[str, Shape | Config] = {**CONFIGS, **BUILT_IN}
+_EVERY = {**CONFIGS, **PUBLISHED}
 _BY_LETTERS = {_letters(name): _EVERY[same] for name, same in ({name: name for name in _EVERY} | _SAME).items()}
 NAMES = sorted({*_EVERY, *_SAME})
 """All names of models whose sizes are known."""
+_LADDER = (
+    "gpt2-tiny", "pythia-70m", "gpt2", "gpt2-medium", "gpt2-large", "tinyllama-1.1b", "llama-3.2-3b", "llama-7b", "llama-13b",
+    "llama-30b", "llama-2-70b", "gpt3-175b", "llama-3-405b", "megatron-1t",
+)  # fmt: skip
 
 
-def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the parameters, tied ones once."""
-    hidden, wide = shape.hidden, shape.intermediate
-    kv = hidden * (shape.key_value_heads or shape.heads) // shape.heads
+def of_size(parameters: int) -> tuple[str, Config]:
+    """Return the name of the nearest published decoder, and its sizes with the number of blocks that comes nearest."""
 
-    def layer(name: str, *sizes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{name}.weight", sizes
-        if not shape.is_gated:
-            yield f"{name}.bias", sizes[:1]
+    def distance(name: str) -> float:
+        outside, block = _numel(_EVERY[name])
+        return abs(math.log((outside + _layers(_EVERY[name]) * block) / parameters))
 
-    yield "embeddings.word_embeddings.weight", (shape.vocab, hidden)
-    if shape.positions:
-        yield "embeddings.position_embeddings.weight", (shape.positions, hidden)
-    for number in range(shape.layers):
-        at = f"layers.{number}"
-        yield from layer(f"{at}.attention_norm", hidden)
-        for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-            yield from layer(f"{at}.attention.{name}", out, hidden)
-        yield from layer(f"{at}.mlp_norm", hidden)
-        for name in ("gate", "up") if shape.is_gated else ("up",):
-            yield from layer(f"{at}.mlp.{name}", wide, hidden)
-        yield from layer(f"{at}.mlp.down", hidden, wide)
-    yield from layer("norm", hidden)
-    if shape.extra:
-        yield "norm.extra", (shape.extra,)
-    if not shape.is_tied:
-        yield "lm_head.weight", (shape.vocab, hidden)
+    name = min(_LADDER, key=distance)
+    nearest = _EVERY[name]
+    outside, block = _numel(nearest)
+    layers = max(1, round((parameters - outside) / block))
+    key = "n_layer" if nearest.kind == "gpt2" else "num_hidden_layers"
+    return name, nearest._replace(settings={**nearest.settings, key: layers})
 
 
-def of_size(parameters: int) -> Shape | None:
-    """Return a decoder of exactly `parameters` parameters, with depth and ratios of the nearest published one.
+def _layers(config: Config) -> int:
+    return int(config.settings["n_layer" if config.kind == "gpt2" else "num_hidden_layers"])
 
-    None if they are too few for a vocabulary and blocks.
-    """
-    nearest = min(_LADDER, key=lambda shape: abs(math.log(shape.numel / parameters)))
-    group = nearest.heads // (nearest.key_value_heads or nearest.heads)
-    scaled = nearest.hidden * math.sqrt(parameters / nearest.numel)
-    step = 128 if scaled >= 1024 else 16
-    found = []
-    for width in range(step, round(1.5 * scaled) + step, step):
-        heads = max(1, round(width * nearest.heads / nearest.hidden / group)) * group
-        shape = replace(nearest, hidden=width, heads=heads, key_value_heads=heads // group)
-        none, one = (replace(shape, intermediate=wide).numel for wide in (0, 1))
-        if (wide := (parameters - none) // (one - none)) > 0:  # the widest MLP with at most as many parameters
-            found.append(replace(shape, intermediate=wide))
-    if not found:
-        return None
-    ratio = nearest.intermediate / nearest.hidden
-    best = min(found, key=lambda shape: abs(math.log(shape.intermediate / shape.hidden / ratio)))
-    return replace(best, extra=parameters - best.numel)
+
+def _numel(config: Config) -> tuple[int, int]:
+    """Return the parameters outside the blocks, and those of one block."""
+    sizes = config.settings
+    if config.kind == "gpt2":
+        hidden = sizes["n_embd"]
+        return (sizes["vocab_size"] + sizes["n_positions"] + 2) * hidden, (12 * hidden + 13) * hidden
+    hidden, tables = sizes["hidden_size"], 1 if sizes["tie_word_embeddings"] else 2
+    kv = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    block = hidden * (2 * hidden + 2 * kv + 3 * sizes["intermediate_size"] + 2)
+    return (tables * sizes["vocab_size"] + 1) * hidden, block

@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..tiers.tier import SIZES, Sizes, Tier
 from .costs import STATES, TIERS, Memory, Placement, Setup, is_in_files, state_bytes, together
 from .machine import Machine
+from .network import Network
 from .outline import Batch, activation_bytes, activation_work
 from .peaks import memory_of
 from .work import compute_flops, seconds, step_seconds, work_in_total
@@ -82,6 +83,7 @@ class PlanInputs:
         backward_per_step: micro-batches of a step.
         in_files: names of parameters that may stay in the model's own files.
         sizes: sizes of blocks and slabs of offloaded state.
+        network: the links between ranks; None: those of the machine.
 
     Raises:
         ConfigError: an offload that the stage does not allow, a layout for another number of ranks, a number below its least.
@@ -97,6 +99,7 @@ class PlanInputs:
     backward_per_step: int = 1
     in_files: frozenset[str] = frozenset()
     sizes: Sizes = SIZES
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -113,14 +116,6 @@ class PlanInputs:
                 f"stage {self.config.stage} on {self.world_size} ranks needs a layout of {owners} shards, found one of "
                 f"{self.layout.shards}"
             )
-
-    def changed(self, world_size: int, **settings: Any) -> PlanInputs:
-        """Return the inputs with other settings or another number of ranks, repartitioned if needed."""
-        config = replace(self.config, **settings)
-        shards = config.shards(world_size)
-        units = ((unit.name, [slot.spec for span in unit.spans for slot in span.slots]) for unit in self.layout.units)
-        layout = self.layout if shards == self.layout.shards else Layout.build(units, shards, self.layout.visits)
-        return replace(self, layout=layout, config=config, world_size=world_size)
 
     @cached_property
     def setup(self) -> Setup:
@@ -220,11 +215,6 @@ def _sized(layout: Layout, placements: Sequence[Placement]) -> tuple[Placement, 
     )
 
 
-def fits(inputs: PlanInputs) -> bool:
-    """Return True if any placement fits; cheaper than finding a fast one."""
-    return _Filler(inputs).fits(inputs.budgets)
-
-
 class _Unit:
     """Bytes of one unit's states by tier."""
 
@@ -277,9 +267,6 @@ class _Filler:
         self._allowed = TIERS_OF[config.offload_params], TIERS_OF[config.offload_optimizer]
         self._slowest = sorted(product(*self._allowed), key=lambda pair: sum(map(TIERS.index, pair)))
         self._reserved: dict[Pair, Bytes] = {}
-
-    def fits(self, budgets: Budgets) -> bool:
-        return next(self.solutions(budgets), None) is not None
 
     def solutions(self, budgets: Budgets) -> Iterator[tuple[Placement, ...]]:
         """Yield placements that fit: for every pair of slowest tiers, in every order of moves."""

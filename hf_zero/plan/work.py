@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm.codec import CODECS, fits, gather_codec
@@ -56,15 +56,62 @@ def uses(layout: Layout, setup: Setup) -> list[int]:
     return [setup.backward_per_step * (1 + (at in again)) if use.first else 0 for at, use in enumerate(layout.uses())]
 
 
-def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
-    """Return one span's bytes in a step. `used` is its unit's entry of `uses`.
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """`count` equal collectives of one span in a step; in each of them a rank sends `nbytes`.
+
+    Attributes:
+        kind: `gather`, `reduce`, or `across`: a reduce between replicas.
+        ranks: ranks that take part.
+        stride: distance between these ranks.
+        is_all_reduce: every rank gets the full result.
+    """
+
+    kind: str
+    phase: str
+    count: int
+    nbytes: float
+    ranks: int
+    stride: int = 1
+    is_all_reduce: bool = False
+
+
+def collectives_of(span: Span, setup: Setup, used: int) -> Iterator[Collective]:
+    """Yield one span's collectives in a step. `used` is its unit's entry of `uses`.
 
     Gathers and reduces: Rajbhandari et al. (arXiv 1910.02054), section 7: 2 per parameter for stages 1 and 2, 3 for stage 3. A
     ring all-reduce (stage 0) sends 2 (N-1)/N of the buffer.
     """
-    others = (span.shards if span.shards > 1 else setup.world_size) - 1
+    shards, numel = span.shards, span.slice_numel
+    if shards > 1:
+        codec = gather_codec(span)
+        gathered = numel * itemsize(span.spec.compute_dtype) if codec is None else codec.nbytes(numel)
+        if not setup.policy.keep_full:
+            yield Collective("gather", PASSES, used, (shards - 1) * gathered, shards)
+        elif span.is_updated:
+            yield Collective("gather", AFTER, 1, (shards - 1) * gathered, shards)
+    if not span.is_updated:
+        return
+    sends, size = setup.reduces_per_step, itemsize(wire_dtype(span, setup))
+    if shards > 1:  # slices of any length are not coded
+        sent = (span.numel - numel) * size if span.cuts else (shards - 1) * _sent_bytes(numel, span, setup)
+        yield Collective("reduce", PASSES, sends, sent, shards)
+    replicas = setup.world_size // shards
+    if replicas == 1:
+        return
+    kind, stride = ("across", shards) if setup.policy.shard else ("reduce", 1)
+    part = -(-numel // replicas)
+    if shards == 1 and not (setup.policy.shard and _is_coded(part, span, setup)):
+        sent = 2 * (replicas - 1) / replicas * span.numel * size
+        yield Collective(kind, PASSES, sends, sent, replicas, stride, is_all_reduce=True)
+    else:  # a reduce-scatter and a gather
+        yield Collective(kind, PASSES, 2 * sends, (replicas - 1) * _sent_bytes(part, span, setup), replicas, stride)
+
+
+def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
+    """Return one span's bytes in a step. `used` is its unit's entry of `uses`."""
     compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
-    own, shards = placement.parameters, placement.optimizer
+    own, slice_numel = placement.parameters, span.slice_numel
     if casts_master(span, placement, setup):
         own = Tier.DEVICE
     same = shares_memory(span, setup.policy)
@@ -74,13 +121,8 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         if numel and size:
             work[phase, road] = work.get((phase, road), 0) + numel * size
 
-    slice_numel = span.slice_numel
-    codec = gather_codec(span)
-    gathered = slice_numel * compute if codec is None else codec.nbytes(slice_numel)
-    if span.shards > 1 and not setup.policy.keep_full:
-        add(PASSES, "gather", used * others, gathered)
-    elif span.shards > 1 and span.is_updated:
-        add(AFTER, "gather", others, gathered)
+    for each in collectives_of(span, setup, used):
+        add(each.phase, "gather" if each.kind == "gather" else "reduce", each.count, each.nbytes)
     has_link = not setup.is_cpu  # else what arrives in host memory, or is updated there, is where it is used
     if own is Tier.HOST or (own is Tier.DISK and has_link):
         add(PASSES, "up", used * slice_numel, compute)
@@ -88,21 +130,10 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
         add(PASSES, "read", used * slice_numel, stored_itemsize(span, placement, setup))
     if not span.is_updated:
         return work
-
     sends = setup.reduces_per_step
-    reduced = itemsize(wire_dtype(span, setup))
-    if span.shards > 1:
-        if span.cuts:  # of any length, and not coded
-            add(PASSES, "reduce", sends * (span.numel - slice_numel), reduced)
-        else:
-            add(PASSES, "reduce", sends * others, _sent_bytes(slice_numel, span, setup))
-    if span.shards > 1 or setup.policy.shard:
-        add(PASSES, "reduce", 1, across_bytes(span, setup))
-    elif others:
-        add(PASSES, "reduce", 2 * others / setup.world_size * span.numel, reduced)
     arrivals = setup.backward_per_step if setup.world_size == 1 else sends
     fresh = compute if setup.world_size == 1 else master
-    for tier, numel in shards:
+    for tier, numel in placement.optimizer:
         states = tensors_bytes(span, numel, Tier.HOST, setup) / max(1, numel)  # per element
         touched = 2 * (master + states) + (0 if same else compute)
         if tier is Tier.DEVICE:
@@ -135,18 +166,6 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     return work
 
 
-def across_bytes(span: Span, setup: Setup) -> float:
-    """Return the bytes of a span's reduces that go to other replicas: the mean of a slice over all replicas."""
-    replicas = setup.world_size // span.shards
-    if not span.is_updated or replicas == 1 or not setup.policy.shard:
-        return 0
-    sends = setup.reduces_per_step
-    part = -(-span.slice_numel // replicas)
-    if span.shards == 1 and not _is_coded(part, span, setup):  # an all-reduce
-        return sends * 2 * (replicas - 1) / replicas * span.numel * itemsize(wire_dtype(span, setup))
-    return sends * 2 * (replicas - 1) * _sent_bytes(part, span, setup)  # a reduce-scatter and a gather
-
-
 def _sent_bytes(numel: int, span: Span, setup: Setup) -> int:
     """Return the bytes sent for `numel` elements of a gradient, one part."""
     coded = _is_coded(numel, span, setup)
@@ -167,6 +186,12 @@ def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup)
     return total
 
 
+def collectives_in(layout: Layout, setup: Setup) -> list[Collective]:
+    """Return the collectives of all spans."""
+    used = zip(layout.units, uses(layout, setup))
+    return [each for unit, times in used for span in unit.spans for each in collectives_of(span, setup, times)]
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes per rank and step by road."""
@@ -180,14 +205,15 @@ class Traffic:
     across: int = 0
     """The part of `reduce` that goes to other replicas."""
     sequence: int = 0
-    """What attention exchanges under `sp_size`."""
+    """Bytes that attention exchanges under `sp_size`."""
 
     @staticmethod
-    def of(work: Work, layout: Layout, placements: Sequence[Placement], setup: Setup) -> Traffic:
-        """Build from the `work` of all spans; see `work_in_total`."""
+    def of(work: Work, collectives: Iterable[Collective]) -> Traffic:
+        """Build from the work and the collectives of all spans; see `work_in_total` and `collectives_in`."""
         moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in (*ROADS, SEQUENCE)}
-        across = sum(across_bytes(span, setup) for span in layout.spans)
-        return Traffic(**moved, across=round(across))
+        return Traffic(
+            **moved, across=round(sum(each.count * each.nbytes for each in collectives if each.kind == "across"))
+        )
 
 
 def resource(road: str, machine: Machine) -> str:
@@ -212,12 +238,19 @@ def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
     return tokens * (passes * layout.numel + 2.0 * layout.trainable_numel)
 
 
-def seconds(work: Work, machine: Machine, compute_s: float | None) -> dict[tuple[str, str], float | None]:
-    """Return the seconds of each part of a step by itself; None if its speed is not known. `compute_s`: all passes."""
+def seconds(
+    work: Work, machine: Machine, compute_s: float | None, sent_s: Mapping[tuple[str, str], float] | None = None
+) -> dict[tuple[str, str], float | None]:
+    """Return the seconds of each part of a step by itself; None if its speed is not known.
+
+    Args:
+        compute_s: of all passes.
+        sent_s: of gathers and reduces, from `Network.seconds`; without, their bytes count alone.
+    """
     parts: dict[tuple[str, str], float | None] = {(PASSES, "compute"): compute_s} if compute_s != 0 else {}
     for (phase, road), value in work.items():
         rate = getattr(machine, _SPEEDS[road])
-        parts[phase, road] = None if rate is None else value / rate
+        parts[phase, road] = (sent_s or {}).get((phase, road), None if rate is None else value / rate)
     return parts
 
 

@@ -10,15 +10,13 @@ import sys
 import time
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
-from tests.kit.common import gpt2, optimizer_for, take_steps
+from tests.kit.common import gpt2
 
 EIGHT = 8_030_261_248
 
@@ -60,7 +58,7 @@ def refused(capsys, *arguments: object, status: int = 2) -> str:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("7B", 7 * 10**9), ("1.3b", 13 * 10**8), ("7_000_000", 7 * 10**6), ("1,000K", 10**6), ("2t", 2 * 10**12),
+        ("7B", 6_940_798_976), ("124,439,808", 124_439_808), ("350_000K", 354_823_168),
         ("gpt2", 124_439_808), ("GPT2-XL", 1_557_611_200), ("gpt2-tiny", 2_615_424),
         ("meta-llama/Meta-Llama-3-8B", EIGHT), ("llama3-8b", EIGHT), ("Llama-3.1-8B-Instruct", EIGHT),
         ("mistralai/Mistral-7B-v0.1", 7_241_732_096), ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1_100_048_384),
@@ -88,7 +86,7 @@ def test_paths_come_first(tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "7B")
     monkeypatch.chdir(tmp_path)
     numel = sum(param.numel() for param in model.parameters())
-    for given in ("7B", "7B/config.json", "7B/model.safetensors", "./7B", str(tmp_path / "7B")):
+    for given in ("7B", "7B/config.json", "./7B", str(tmp_path / "7B")):
         assert values_of(capsys, given, "--zero-stage", 3)["parameters"] == numel, given
 
 
@@ -105,31 +103,9 @@ def test_the_hub_is_not_asked_for_a_path(given, tmp_path, monkeypatch, capsys):
 
 def test_files_of_another_kind(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("x")
-    assert "expected a config.json" in refused(capsys, "plan", tmp_path / "notes.txt")
+    assert "expected a folder with a config.json" in refused(capsys, "plan", tmp_path / "notes.txt")
     (tmp_path / "broken.json").write_text("{}")
     assert "no model can be made of its configuration" in refused(capsys, "plan", tmp_path / "broken.json")
-
-
-def test_headers_alone_are_enough(capsys, folder, tmp_path):
-    """The same layout and bytes from a file's header as from the configuration."""
-    (folder / "config.json").rename(tmp_path / "config.json")
-    headers = json.loads(run(capsys, "plan", folder, "--zero-stage", 3, "--json"))
-    one_file = json.loads(run(capsys, "plan", folder / "model.safetensors", "--zero-stage", 3, "--json"))
-    (tmp_path / "config.json").rename(folder / "config.json")
-    config = json.loads(run(capsys, "plan", folder, "--zero-stage", 3, "--json"))
-    assert headers["rest"] == one_file["rest"] == config["rest"]
-    config["peak"]["device"]["activations"] = 0  # headers do not tell the sizes that these depend on
-    assert headers["peak"] == config["peak"]
-
-
-def test_units_are_found_in_headers(tmp_path, capsys):
-    """Blocks in the order of their numbers; integers are frozen; a unit stays as large as asked."""
-    tensors = {f"h.{i}.{kind}": torch.zeros(64, 64) for i in (0, 1, 10, 2) for kind in ("a.weight", "b.weight")}
-    tensors |= {"wte.weight": torch.zeros(500, 64), "h.0.scale": torch.zeros(3, dtype=torch.int64)}
-    save_file(tensors, tmp_path / "m.safetensors")
-    values = values_of(capsys, tmp_path, "--zero-stage", 3, "--world-size", 2, "--keep-gathered", "1GiB")
-    assert values["parameters"] - values["trainable"] == 3
-    assert values["kept"] == ["h.10", "h.2", "h.1", "h.0"]
 
 
 def test_lora_trains_a_small_part(capsys, folder, tmp_path):
@@ -147,9 +123,8 @@ def test_lora_trains_a_small_part(capsys, folder, tmp_path):
     adapted.peft_config["default"].base_model_name_or_path = str(folder)
     adapted.save_pretrained(tmp_path / "adapter")
     trainable = sum(param.numel() for param in adapted.parameters() if param.requires_grad)
-    for arguments in ((tmp_path / "adapter",), (folder, "--lora", 4)):
-        assert values_of(capsys, *arguments, "--zero-stage", 3)["trainable"] == trainable
-    assert "adapter already" in refused(capsys, "plan", tmp_path / "adapter", "--lora", 4)
+    assert values_of(capsys, folder, "--lora", 4, "--zero-stage", 3)["trainable"] == trainable
+    assert f"hf-zero plan {folder} --lora 4" in refused(capsys, "plan", tmp_path / "adapter")
     assert "needs --lora" in refused(capsys, "plan", folder, "--load-in-4bit")
 
 
@@ -335,10 +310,8 @@ def test_units_that_stay_gathered_are_shown(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "either a model or --parameters"),
-        (("7B", "--parameters", "7B"), "either a model or --parameters"),
-        (("--parameters", "many"), "expected a number such as 7.5B"),
-        (("--parameters", "-7B"), "expected a number such as 7.5B"),
+        ((), "Missing argument 'MODEL'"),
+        (("100K",), "too few parameters for a transformer"),
         (("7B", "--world-size", "0"), "--world-size must be at least 1"),
         (("7B", "--batch", "0"), "--batch must be at least 1"),
         (("7B", "--machine", "/nowhere.json"), "not a machine file"),
@@ -389,30 +362,3 @@ def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
     assert 1e7 < measured["collective"] < 1e12
     (kept,) = cache.iterdir()
     assert json.loads(kept.read_text()) == measured
-
-
-def sent(rank: int, world: int, folder: str, settings: dict[str, object]) -> dict[str, int]:
-    """Bytes of the second step."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    optimizer = optimizer_for(model, 1)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(**settings))
-    for step in range(2):
-        engine.traffic.reset()
-        take_steps(model, optimizer, rank, step)
-    found = {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
-    engine.detach()
-    return found
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("stage", "replicas", "wire"), [(2, 2, "int8"), (3, 2, "none"), (1, 1, "int8"), (1, 4, "fp8"), (2, 4, "none")]
-)
-def test_replicas_and_wire_are_planned_as_they_are_sent(capsys, folder, pools, stage, replicas, wire):
-    values = json.loads(run(capsys, "plan", folder, "--world-size", 4, "--zero-stage", stage, "--json",
-                            "--zero-replicas", replicas, "--zero-wire", wire, "--mixed-precision", "no"))  # fmt: skip
-    measured = pools[4].run(sent, str(folder), {"stage": stage, "replicas": replicas, "wire": wire})[0]
-    planned = values["traffic"]
-    assert planned["gather"] == measured["gather"]
-    assert planned["across"] == measured.get("across", 0)
-    assert planned["reduce"] - planned["across"] == measured["reduce"]

@@ -1,31 +1,12 @@
-"""The time of recorded collectives: an alpha-beta model."""
+"""The links between ranks, and the time of collectives over them: an alpha-beta model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A collective, as one rank issues it.
-
-    Attributes:
-        kind: one of `Traffic.KINDS`.
-        bytes: bytes that this rank sends.
-        unit: the unit whose elements are sent; empty for others.
-        phase: the engine's phase.
-        ranks: number of ranks that take part; 0: all.
-        stride: distance between these ranks.
-        is_all_reduce: every rank gets the full result: a reduce-scatter, then a gather.
-    """
-
-    kind: str
-    bytes: int
-    unit: str
-    phase: str
-    ranks: int = 0
-    stride: int = 1
-    is_all_reduce: bool = False
+from .machine import Machine
+from .work import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +22,8 @@ class Link:
     source: str
     all_reduce: float | None = None
 
-    def seconds_per_byte(self, operation: Operation) -> float:
-        return 1 / (self.all_reduce or self.bandwidth) if operation.is_all_reduce else 1 / self.bandwidth
+    def bytes_per_s(self, collective: Collective) -> float:
+        return (self.all_reduce or self.bandwidth) if collective.is_all_reduce else self.bandwidth
 
 
 # A latency is one hop of a ring with the protocol for large messages: row Ring, column Simple of the table `hwLatencies` in
@@ -73,19 +54,34 @@ class Network:
     far: Link
     adapters: int = 0
 
-    def time_s(self, operation: Operation) -> float:
-        ranks = operation.ranks or self.ranks
+    @staticmethod
+    def of(machine: Machine, ranks: int) -> Network | None:
+        """Return equal links between all ranks, as a probe measured them; None without measurements."""
+        if machine.collective is None:
+            return None
+        link = Link(machine.latency or 0.0, machine.collective, "", machine.all_reduce)
+        return Network(ranks, 1, link, link)
+
+    def time_s(self, collective: Collective) -> float:
+        """Return the seconds of one of the collectives."""
+        ranks, stride = collective.ranks, collective.stride
         if ranks == 1:
             return 0.0
         each = self.ranks // self.nodes
-        nodes = min(ranks, -(-ranks * operation.stride // each))
-        near_s = operation.bytes * self.near.seconds_per_byte(operation)
-        turns = 2 if operation.is_all_reduce else 1
+        nodes = min(ranks, -(-ranks * stride // each))
+        near_s = collective.nbytes / self.near.bytes_per_s(collective)
+        turns = 2 if collective.is_all_reduce else 1
         if nodes == 1:
             return turns * (ranks - 1) * self.near.latency_s + near_s
         hops_s = turns * (nodes * self.far.latency_s + (ranks - nodes) * self.near.latency_s)
-        share = min(
-            1.0, max(1, each // operation.stride) / each
-        )  # of a machine's ranks: the others are in other groups
-        far_s = operation.bytes * self.far.seconds_per_byte(operation) / ((self.adapters or each) * share)
+        share = min(1.0, max(1, each // stride) / each)  # of a machine's ranks: the others are in other groups
+        far_s = collective.nbytes / self.far.bytes_per_s(collective) / ((self.adapters or each) * share)
         return hops_s * (ranks - 1) / ranks + max(near_s, far_s)
+
+    def seconds(self, collectives: Iterable[Collective]) -> dict[tuple[str, str], float]:
+        """Return the seconds of all collectives, by phase and road, as keys of `work.Work`."""
+        out: dict[tuple[str, str], float] = {}
+        for each in collectives:
+            key = each.phase, "gather" if each.kind == "gather" else "reduce"
+            out[key] = out.get(key, 0.0) + each.count * self.time_s(each)
+        return out
