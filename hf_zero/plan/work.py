@@ -102,8 +102,8 @@ def collectives_of(span: Span, setup: Setup, used: int) -> Iterator[Collective]:
     kind, stride = ("across", shards) if setup.policy.shard else ("reduce", 1)
     part = -(-numel // replicas)
     if shards == 1 and not (setup.policy.shard and _is_coded(part, span, setup)):
-        sent = 2 * (replicas - 1) / replicas * span.numel * size
-        yield Collective(kind, PASSES, sends, sent, replicas, stride, is_all_reduce=True)
+        nbytes = 2 * (replicas - 1) / replicas * span.numel * size
+        yield Collective(kind, PASSES, sends, nbytes, replicas, stride, is_all_reduce=True)
     else:  # a reduce-scatter and a gather
         yield Collective(kind, PASSES, 2 * sends, (replicas - 1) * _sent_bytes(part, span, setup), replicas, stride)
 
