@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,9 @@ from .parameter import has_raw_grads, raw_grad, set_raw_grad, take_raw_grads
 
 if TYPE_CHECKING:
     from .span import Span
+
+
+_LAYOUT = attrgetter("layout")
 
 
 class Bucket:
@@ -49,6 +53,7 @@ class Bucket:
         self._account = self._storage.ledger.device
         self.reduce_dtype = span.context.precision.reduce_dtype_of(span.master_dtype)
         layout = span.layout
+        self._purpose = f"gradients of {layout.spec.name!r} and its neighbours"
         self._numel, self._used_numel = layout.numel, layout.used_numel
         self._fresh_bytes = self._used_numel * span.compute_dtype.itemsize
         self._moving_bytes = self._held_bytes = self._grad_bytes = 0
@@ -88,33 +93,34 @@ class Bucket:
     def _collect(self, dtype: torch.dtype) -> Tensor:
         """Local gradients as one buffer over the span, with what is held; parameters have none afterwards."""
         span, grads = self.span, take_raw_grads(self.span.params)
-        if False in self.arrived:
+        present = [grad for grad in grads if grad is not None]
+        if {*map(_LAYOUT, present)} - {torch.strided}:
+            grads = [None if grad is None else _dense(grad) for grad in grads]
+            present = [grad for grad in grads if grad is not None]
+        if len(present) == len(grads):
+            self.arrived = [True] * len(grads)
+        elif False in self.arrived:
             self.arrived = [grad is not None or old for grad, old in zip(grads, self.arrived)]
-        dense = [
-            grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads
-        ]  # no call for each
         buffer, self._held = self._held, None
         if self._held_bytes:
             self._count_held(0)
         if buffer is None:
-            purpose = f"gradients of {span.layout.spec.name!r} and its neighbours"
             make = partial(torch.empty, self._numel, dtype=dtype, device=span.device)
-            buffer = self._storage.allocate("communication", purpose, self._numel * dtype.itemsize, make)
+            buffer = self._storage.allocate("communication", self._purpose, self._numel * dtype.itemsize, make)
             self._moving_bytes += buffer.nbytes
             views = self._views(buffer)
             # The padding has a master, too, and counts in norms.
             buffer[self._used_numel :].zero_()
-            present = [grad for grad in dense if grad is not None]
             if len(present) == len(views):
                 torch._foreach_copy_(views, present)
             else:
-                for view, grad in zip(views, dense):
+                for view, grad in zip(views, grads):
                     if grad is None:  # this rank's loss does not reach the parameter
                         view.zero_()
                     else:
                         view.copy_(grad)
             return buffer
-        pairs = [(view, grad) for view, grad in zip(self._views(buffer), dense) if grad is not None]
+        pairs = [(view, grad) for view, grad in zip(self._views(buffer), grads) if grad is not None]
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
         return buffer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -188,7 +189,7 @@ class Engine:
         by_unit: dict[Unit, list[Span]] = {}
         for span in spans:
             by_unit.setdefault(span.unit, []).append(span)
-        units = sorted(by_unit, key=lambda unit: unit.index)
+        units = sorted(by_unit, key=attrgetter("index"))
         for unit in units:
             unit.mark_old(by_unit[unit])
             if not self.context.frees:

@@ -343,7 +343,7 @@ def take_raw_grads(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
     # Before anything is sent: a later backward of this step would add in place to memory that is on its way.
     get, put = _GRAD.__get__, _GRAD.__set__
     with torch._C.DisableTorchFunctionSubclass():
-        found = [get(param) for param in params]
+        found = list(map(get, params))
         for param, grad in zip(params, found):
             if grad is not None:
                 put(param, None)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -400,7 +401,7 @@ class Schedule:
         self._tail = None
         for use in self._walk.up_to():
             self._arrive(use, skipped=True)
-        for use in sorted(self._walk.entered, key=lambda each: -each.opened):
+        for use in sorted(self._walk.entered, key=attrgetter("opened"), reverse=True):
             if use.is_listed:
                 self._finish_use(use)
         self._walk.entered.clear()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Walk:
         for use in listed:
             use.is_entered = use.is_done = False
             self.left[use.index] += 1
-        self._order = sorted(listed, key=lambda use: -use.closed)
+        self._order = sorted(listed, key=attrgetter("closed"), reverse=True)
         self._at = 0
         self.entered: list[Use] = []
 
@@ -185,7 +186,8 @@ class Tape:
             agreed = answer()
             if agreed.pop() != HIGHEST - agreed.pop():
                 refuse()
-            order = sorted((index for index, at in enumerate(agreed) if at), key=lambda index: (-agreed[index], -index))
+            last_first = [index for index in reversed(range(len(units))) if agreed[index]]  # also where two are equal
+            order = sorted(last_first, key=agreed.__getitem__, reverse=True)
             return [units[index] for index in order]
 
         return units_in_order
@@ -225,6 +227,6 @@ class Tape:
             first: dict[int, int] = {}
             for use in self.uses:
                 first.setdefault(use.index, use.opened)
-            return [units[index] for index in sorted(first, key=lambda index: -first[index])]
+            return [units[index] for index in sorted(first, key=first.__getitem__, reverse=True)]
 
         return units_in_order
