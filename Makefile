@@ -6,6 +6,7 @@ N ?= 1000
 WORKERS ?= 2
 STEPS ?= 2000
 ROUNDS ?= 20
+WIDE ?= tests/huggingface tests/scripts
 ARGS ?=
 
 VENV := .venv
@@ -38,6 +39,10 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 .PHONY: test
 test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+.PHONY: test-all
+test-wide: $(READY) ## run what CI has time for of all that `make test` leaves out (WIDE='tests/…' for other folders)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder -m wide $(WIDE) $(ARGS)
 
 .PHONY: test-all
 test-all: $(READY) ## run these and all further combinations: more models, ranks, rows of settings; hours

@@ -23,7 +23,7 @@ from tests.kit.pool import RankFailure, RankPool
 from tests.mutants import ROOT, copied
 from tests.oracle import Program, _refusal, fresh_folder, train
 from tests.programs import PROGRAMS
-from tests.settings import Setting, combinations, product
+from tests.settings import Setting, values
 
 COMPAT = ROOT / "hf_zero" / "compat"
 ROW = Setting(stage=3)
@@ -41,8 +41,8 @@ ABSENT = "def __getattr__(name: str) -> type:\n    return type(name, (), {})\n"
 
 def row_of(program: Program) -> Setting:
     """Return the row nearest to `ROW` that a program accepts."""
-    near = combinations(ROW, 1)
-    return max(product(program.factors, program.accept), key=lambda row: len(near & combinations(row, 1)))
+    near = {*values(ROW)}
+    return max(program.rows, key=lambda row: len(near.intersection(values(row))))
 
 
 def delete(package: Path, name: str) -> None:

@@ -20,16 +20,13 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.kit.pool import RankPool  # noqa: E402
+from tests.wide import WIDE  # noqa: E402
 
 torch.set_num_threads(1)
 hypothesis.settings.load_profile("ci")
 """The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
 LONG = ("test_programs.py", "torture", "scripts", "huggingface", "engine", "random", "checkpoint")
 """Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pairs", action="store_true", help="programs meet every pair of values of their settings")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's processes share the tests out
@@ -40,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         theme = getattr(item, "callspec", None) if item.path.name == "test_programs.py" else None
         group = f"{item.path}:{theme.params['name'].partition('.')[0]}" if theme else f"{item.path}"
         item.add_marker(pytest.mark.xdist_group(group))
+        if item.nodeid.startswith(WIDE):
+            item.add_marker("wide")
     items.sort(key=lambda item: places.get(item.path.relative_to(Path(__file__).parent).parts[0], len(LONG)))
 
 

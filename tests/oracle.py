@@ -15,6 +15,7 @@ import functools
 import re
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,9 +28,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
+from hf_zero import engine as core
 from tests.comparing import compare
 from tests.models import ids, inputs, mlp, sgd
-from tests.settings import EVERYDAY, FACTORS, Setting, covering, essentials, product, shared
+from tests.settings import EVERYDAY, Setting, covering, is_sharded, product, rarest
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,8 +62,6 @@ class Program:
         refused: the rows that end in a named error.
         loose: factor on the tolerances, for what amplifies rounding; say why beside it.
         exact: on one or two ranks in fp32 every value equals the reference to the bit.
-        strength: 1: in the default run it shares every pair of values with its theme's programs; 2: it meets every pair
-            itself, for what all training does.
     """
 
     name: str
@@ -72,25 +72,16 @@ class Program:
     refused: tuple[Refused, ...] = ()
     loose: float = 1.0
     exact: bool = False
-    strength: int = 1
-
-    def rows(self, strength: int | None = None) -> dict[int, list[Setting]]:
-        """By number of ranks: rows with every combination of `strength` values; 0: every valid row; None: the default run's."""
-        rows = product(self.factors, self.accept)
-        if strength is None:
-            chosen = covering(rows, 2, self.name) if self.strength == 2 else _shared_rows(self.theme)[self.name]
-        else:
-            chosen = covering(rows, strength, self.name) if strength else rows
-        return {ranks: of for ranks in FACTORS["ranks"] if (of := [row for row in chosen if row.ranks == ranks])}
 
     @property
-    def theme(self) -> str:
-        return self.name.partition(".")[0]
+    def rows(self) -> list[Setting]:
+        """Every valid row."""
+        return product(self.factors, self.accept)
 
-    def essentials(self, setting: Setting) -> set[Any]:
-        """What a row holds of what this program has to meet in the default run: each of its refusals among it."""
-        refused = self.refusal(setting)
-        return essentials(setting) if refused is None else {refused}
+    @property
+    def paired_rows(self) -> list[Setting]:
+        """Rows with every pair of values that any row has."""
+        return covering(self.rows, self.name)
 
     def refusal(self, setting: Setting) -> Refused | None:
         return next((each for each in self.refused if each.when(setting)), None)
@@ -100,11 +91,21 @@ PROGRAMS: dict[str, Program] = {}
 
 
 @functools.cache
-def _shared_rows(theme: str) -> dict[str, list[Setting]]:
-    programs = [each for each in PROGRAMS.values() if each.theme == theme and each.strength == 1]
-    return shared(
-        {each.name: {row: each.essentials(row) for row in product(each.factors, each.accept)} for each in programs}
-    )
+def default_rows() -> dict[str, list[Setting]]:
+    """Return the rows of `make test` by program: one in which it trains, and one for each of its errors.
+
+    All programs together meet every pair of values, each about equally often. Only one program in four may meet a row in
+    which each rank has all parameters.
+    """
+    met: Counter[Any] = Counter()
+    found: dict[str, list[Setting]] = {}
+    for number, each in enumerate(PROGRAMS.values()):
+        by_outcome: dict[Refused | None, list[Setting]] = {}
+        for row in each.rows:
+            by_outcome.setdefault(each.refusal(row), []).append(row)
+        some = [rows if number % 4 == 0 else [*filter(is_sharded, rows)] or rows for rows in by_outcome.values()]
+        found[each.name] = [rarest(rows, met) for rows in some]
+    return found
 
 
 def program(
@@ -205,7 +206,8 @@ class Run:
         if not self.is_plain:
             settings = zero.ZeroConfig(**{**self.setting.config(str(self.folder)), **config})
             precision = self.setting.precision if self.setting.precision != "fp32" else "no"
-            engine = zero.shard(model, optimizer, settings, mixed_precision=precision)
+            shard = core.shard if self.setting.alone else zero.shard
+            engine = shard(model, optimizer, settings, mixed_precision=precision)
             self.trained.append(_Trained(model, model, optimizers, {}, engine))
             return model
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -391,6 +393,8 @@ class Run:
     def outcome(self) -> dict[str, Any]:
         """What training left: by model, weights with buffers, and optimizer state by parameter name."""
         found: dict[str, Any] = {"seen": self.seen}
+        if self.setting.alone:
+            self.close()  # state dicts of the core have only local values
         for number, each in enumerate(self.trained):
             weights = each.plain.state_dict()
             found[f"weights {number}"] = {k: v.clone() for k, v in weights.items()} if self.rank == 0 else {}

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "deferred": (False, True),
     "debug": (False, True),
 }
-"""Every value of every factor. `make test-all` runs their product, `make test` every pair of a theme's everyday values."""
+"""Every value of every factor."""
 EVERYDAY: Mapping[str, tuple[Any, ...]] = {
     **FACTORS,
     "ranks": (2,),
@@ -44,6 +45,7 @@ class Setting:
         kept: `keep_gathered` leaves room to keep units gathered from forward to backward (stage 3).
         deferred: the model is built under `zero.Init`.
         debug: ranks compare what they must have alike.
+        alone: the core shards the model, without observers (`hf_zero.engine.shard`): tests/engine/test_core_alone.py.
     """
 
     ranks: int = 2
@@ -55,6 +57,7 @@ class Setting:
     kept: bool = False
     deferred: bool = False
     debug: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
         default = Setting()
@@ -98,77 +101,45 @@ class Setting:
         }
 
 
+def is_sharded(setting: Setting) -> bool:
+    """Whether a parameter's elements are on several ranks, so that ranks cannot differ in its value."""
+    return setting.stage > 0 and setting.ranks > setting.replicas
+
+
 def product(factors: Mapping[str, Sequence[Any]], accept: Callable[[Setting], bool]) -> list[Setting]:
     """Return every valid row over these values."""
     rows = (Setting(**dict(zip(factors, values))) for values in itertools.product(*factors.values()))
     return [row for row in rows if row.is_valid and accept(row)]
 
 
-@functools.cache
-def combinations(row: Setting, strength: int) -> frozenset[Any]:
-    """Return every combination of `strength` values that a row holds."""
-    values = [(field.name, getattr(row, field.name)) for field in dataclasses.fields(Setting)]
-    return frozenset(itertools.combinations(values, strength))
+def values(row: Setting) -> list[tuple[str, Any]]:
+    """Return the row as pairs of a factor and its value."""
+    return [(field.name, getattr(row, field.name)) for field in dataclasses.fields(Setting)]
 
 
 @functools.cache
-def everyday(row: Setting, strength: int) -> frozenset[Any]:
-    """Return those of values that every program goes with."""
-    found = combinations(row, strength)
-    return frozenset(some for some in found if all(value in EVERYDAY[name] for name, value in some))
+def pairs(row: Setting) -> frozenset[Any]:
+    """Return every two values of the row."""
+    return frozenset(itertools.combinations(values(row), 2))
 
 
-def _greedy(held: Mapping[Setting, Set[Any]], also: Mapping[Setting, Set[Any]] | None = None) -> list[Setting]:
-    """Return rows that together hold all that any row holds: next comes the one that adds most, of that or else of `also`."""
-    missing: set[Any] = set().union(*held.values())
+def covering(rows: Sequence[Setting], seed: str) -> list[Setting]:
+    """Return rows that together hold every pair of values that any of `rows` holds.
+
+    Args:
+        seed: an order in which equally good rows are taken, so that programs differ in what else they meet.
+    """
+    rows = random.Random(seed).sample(rows, len(rows))
+    missing: set[Any] = set().union(*map(pairs, rows))
     chosen: list[Setting] = []
     while missing:
-        met = set().union(*(also[row] for row in chosen)) if also else set()
-        best = max(held, key=lambda row: (len(held[row] & missing), len(also[row] - met) if also else 0))
-        chosen.append(best)
-        missing -= held[best]
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(chosen[-1])
     return chosen
 
 
-def _shuffled(rows: Iterable[Setting], seed: str) -> list[Setting]:
-    """In an order of `seed`'s own, so that programs differ in which further combinations they meet."""
-    rows = [*rows]
-    random.Random(seed).shuffle(rows)
-    return rows
-
-
-def covering(rows: Iterable[Setting], strength: int, seed: str) -> list[Setting]:
-    """Return rows that together hold every combination of `strength` values (2: every pair) that any of `rows` holds."""
-    return _greedy({row: combinations(row, strength) for row in _shuffled(rows, seed)})
-
-
-def essentials(row: Setting) -> set[Any]:
-    """Return what each program meets in the default run, as far as this row holds it."""
-    values = {(name, getattr(row, name)) for name in ("ranks", "precision", "replicas", "wire", "deferred", "debug")}
-    tiers = {tier for tier in (row.optimizer_tier, row.params_tier) if tier != "none"}
-    is_released = row.stage == 3 and row.ranks > row.replicas and not tiers and not row.kept
-    return values | tiers | ({"released"} if is_released else set()) | ({"stays"} if row.stage in (1, 2) else set())
-
-
-def shared(wanted: Mapping[str, Mapping[Setting, Set[Any]]]) -> dict[str, list[Setting]]:
-    """Return rows by program, for programs of one theme.
-
-    Args:
-        wanted: by program, its valid rows with what each of them holds of what that program has to meet. Beside it, the
-            programs share every pair of everyday values that any of their rows holds; fewer than five, every value.
-    """
-    strength = 2 if len(wanted) >= 5 else 1
-    missing: set[Any] = set().union(*(everyday(row, strength) for rows in wanted.values() for row in rows))
-    chosen: dict[str, list[Setting]] = {}
-    for name, rows in wanted.items():
-        held = {row: rows[row] for row in _shuffled(rows, name)}
-        chosen[name] = _greedy(held, {row: everyday(row, strength) & missing for row in rows})
-        missing -= set().union(*(everyday(row, strength) for row in chosen[name]))
-    while missing:
-        name, row = max(
-            ((name, row) for name, rows in wanted.items() for row in rows),
-            key=lambda each: (len(everyday(each[1], strength) & missing), -len(chosen[each[0]])),
-        )
-        chosen[name].append(row)
-        missing -= everyday(row, strength)
+def rarest(rows: Iterable[Setting], met: Counter[Any]) -> Setting:
+    """Return the row whose pairs of values were met least often, and count it in `met`."""
+    chosen = max(rows, key=lambda row: sum(1 / (1 + met[pair]) for pair in pairs(row)))
+    met.update(pairs(chosen))
     return chosen

@@ -1,25 +1,29 @@
-"""Every program under its rows of settings equals plain data parallel training, or ends in the error that it names."""
+"""Every program under rows of settings equals plain data parallel training, or ends in the error that it names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.kit.pool import RankFailure, RankPool
-from tests.oracle import WORLD_LIMIT_S, fresh_folder, on_rank
+from tests.oracle import WORLD_LIMIT_S, default_rows, fresh_folder, on_rank
 from tests.programs import PROGRAMS
+from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
 
 
-def check(pools: dict[int, RankPool], name: str, strength: int | None = None) -> list[str]:
+def check(pools: dict[int, RankPool], name: str, chosen: Sequence[Setting]) -> None:
     wrong = []
-    for world, rows in PROGRAMS[name].rows(strength).items():
+    for world, pool in pools.items():
+        rows = [row for row in chosen if row.ranks == world]
+        if not rows:
+            continue
         with fresh_folder() as folder:
-            limit_s = WORLD_LIMIT_S + len(rows)
             try:
-                answers = pools[world].run(on_rank, name, rows, folder, timeout_s=limit_s)
+                answers = pool.run(on_rank, name, rows, folder, timeout_s=WORLD_LIMIT_S + len(rows))
             except RankFailure as failure:
                 at = [f"rank {path.name[4:]} was at: {path.read_text()}" for path in sorted(Path(folder).glob("rank*"))]
                 wrong.append("\n".join([f"{world} ranks", *at, str(failure)]))
@@ -30,18 +34,17 @@ def check(pools: dict[int, RankPool], name: str, strength: int | None = None) ->
             for row, lines in found.items()
             for line in lines[:5]
         ]
-    return wrong
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(pools: dict[int, RankPool], name: str, pytestconfig: pytest.Config) -> None:
-    """Rows that hold every pair of values in a theme; with `--pairs`, in each program."""
-    if wrong := check(pools, name, 2 if pytestconfig.getoption("--pairs") else None):
+    if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program_under_every_row(pools: dict[int, RankPool], name: str) -> None:
-    if wrong := check(pools, name, 0):
-        pytest.fail("\n".join(wrong), pytrace=False)
+def test_program(pools: dict[int, RankPool], name: str) -> None:
+    check(pools, name, default_rows()[name])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_under_pairs(pools: dict[int, RankPool], name: str) -> None:
+    """Rows with every pair of values that the program goes with."""
+    check(pools, name, PROGRAMS[name].paired_rows)

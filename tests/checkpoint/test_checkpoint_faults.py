@@ -147,7 +147,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("how", ["fails", pytest.param("works", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["fails", pytest.param("works", marks=pytest.mark.wide)])
 def test_a_process_does_not_end_as_if_its_last_save_had_worked(how, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", EXIT, tmp_path / "out", how], capture_output=True, text=True, timeout=100, cwd=Path.cwd()

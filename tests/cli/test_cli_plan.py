@@ -340,7 +340,7 @@ def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path):
     assert after["budgets"] == {}  # a plan for another machine is not held to this one's memory
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
     command = [

@@ -51,7 +51,7 @@ def leave(rank: int, world: int, stage: int, how: str) -> None:
     raise Left(f"{time.monotonic() - began:.1f} s: {caught.value}")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize(("stage", "how"), [(0, "killed"), (2, "killed"), (3, "killed"), (3, "ends")])
 def test_how_long_the_error_of_a_lost_rank_takes(stage: int, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Figures of docs/RELIABILITY.md; on a machine that does nothing else."""
@@ -85,7 +85,7 @@ for step in range(4):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [

@@ -293,7 +293,7 @@ def test_messages_are_quoted():
     [
         "collectives",
         "batches",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("steps", "collectives at stage 3")),
+        *(pytest.param(each, marks=pytest.mark.wide) for each in ("steps", "collectives at stage 3")),
     ],
 )
 def test_ranks_that_diverge_are_named_on_every_rank(group, tmp_path):
@@ -334,7 +334,7 @@ def late(rank: int, world: int, case: str) -> tuple[str, str]:
     return error, said.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_rank_that_never_comes(tmp_path):
     """It may be slow, so it is given longer: before its first call, and behind training."""
     before, behind = side_by_side(late, [("before",), ("behind",)])
@@ -449,7 +449,7 @@ SLOWLY: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_slow_rank_is_waited_for():
     """For longer than `stall_s`: the others say for whom they wait, and go on."""
     for how, answers in zip(SLOWLY, side_by_side(slow, [(how,) for how in SLOWLY])):
@@ -458,7 +458,7 @@ def test_a_slow_rank_is_waited_for():
             assert re.search(r"rank 0 has waited \d+ s for .*rank 1: ", answers[0][1]), (how, answers)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_how_long_an_error_takes(capsys):
     """Figures of docs/RELIABILITY.md; on a machine that does nothing else."""
     figures = []

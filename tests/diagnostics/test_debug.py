@@ -86,10 +86,6 @@ def write(run: Run) -> None:
                 weight[3, 3] += 1.0
 
 
-def write_after_backward(run: Run) -> None:
-    run.before_step = lambda: write(run)
-
-
 def lr(run: Run) -> None:
     run.optimizer.param_groups[1]["lr"] = 0.1 if run.rank == 0 else 0.2
 
@@ -254,7 +250,7 @@ def check(answers: list[dict[str, tuple[str, str, int]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+    "stage", [0, pytest.param(1, marks=pytest.mark.wide), pytest.param(2, marks=pytest.mark.wide), 3]
 )
 def test_faults_are_named_on_every_rank(two, stage):
     config = zero.ZeroConfig(stage=stage, debug=True)
@@ -262,7 +258,7 @@ def test_faults_are_named_on_every_rank(two, stage):
 
 
 @pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+    "stage", [0, pytest.param(1, marks=pytest.mark.wide), pytest.param(2, marks=pytest.mark.wide), 3]
 )
 def test_faults_are_named_under_bf16_with_accumulation(two, stage):
     config = zero.ZeroConfig(stage=stage, debug=True)

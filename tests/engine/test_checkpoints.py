@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero import CheckpointError, StateError, ZeroConfig
 from hf_zero.engine import shard
 from hf_zero.engine.build import full_values
-from tests.kit.golden.make import GOLDEN, optimizer_of, plain
-from tests.kit.golden.make import build as golden_model
 
 pytestmark = pytest.mark.gloo
 States = dict[str, dict[str, Any]]
@@ -127,31 +123,6 @@ def stages_and_tiers(rank: int, world: int, place: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_checkpoints_of_other_stages_and_tiers(pools, world, tmp_path):
     pools[world].run(stages_and_tiers, tmp_path)
-
-
-def golden(rank: int, world: int) -> None:
-    theirs = load_file(GOLDEN / "expected.safetensors")
-    rest = json.loads((GOLDEN / "expected.json").read_text())
-    del theirs["drawn"]
-    for config in ({"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_optimizer": "cpu"}):
-        for kind in ("whole", "pieces"):
-            model = golden_model(seed=2)
-            optimizer = optimizer_of(model, lr=0.5)
-            engine = shard(model, optimizer, ZeroConfig(**config), mixed_precision="bf16")
-            engine.load(GOLDEN / kind)
-            weights, state = weights_of(engine), optimizer.state_dict()
-            if rank == 0:
-                buffers = {name: each for name, each in model.named_buffers() if name != "passing"}
-                shown = {**weights, **buffers, "lm_head.weight": weights["transformer.wte.weight"]}
-                tensors, mine = plain(model, shown, state)
-                same(tensors, theirs)
-                assert mine == {"groups": rest["groups"]}
-            engine.detach()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_golden_checkpoints_load_to_the_bit(pools, world):
-    pools[world].run(golden)
 
 
 def dictionaries(rank: int, world: int, place: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.diagnostics.usage import predicted
@@ -59,38 +58,3 @@ def test_bytes_and_memory_are_as_planned(two: RankPool, settings: dict[str, Any]
         assert is_on_the_bar("gathered", told, measured, found["largest"])
         assert found["agree"] == plain["agree"]  # not a message more
         assert all(torch.equal(a, b) for a, b in zip(found["weights"], plain["weights"], strict=True))
-
-
-class Shrinking(nn.Module):
-    """A block that writes its weight in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.inner.weight.mul_(0.9)
-        return rows + torch.tanh(self.inner(rows))
-
-
-def shrinking(rank: int, world: int, room: int | None) -> tuple[list[Tensor], int]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Shrinking() for _ in range(6)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, keep_gathered=room))
-    torch.manual_seed(rank)
-    for _ in range(5):
-        model(torch.randn(3, 64)).pow(2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = [zero.full_parameter(param).clone() for param in model.parameters()], len(engine.plan.kept)
-    engine.detach()
-    return found
-
-
-def test_weights_that_a_forward_writes_are_the_same_where_units_stay(two: RankPool) -> None:
-    plain = two.run(shrinking, None)
-    for (mine, kept), (theirs, _) in zip(two.run(shrinking, 40_000), plain):
-        assert kept
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

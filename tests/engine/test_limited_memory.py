@@ -100,7 +100,7 @@ def limited(rank: int, world: int, folder: str, limit_bytes: int, steps_at_once:
     return train(born(160, 2048, folder), rank, folder, steps_at_once=steps_at_once)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize(("limit_mib", "steps_at_once"), [(1536, True), (3072, False)])
 def test_671_million_parameters(tmp_path: Path, limit_mib: int, steps_at_once: bool) -> None:
     """In 1.5 GiB of data segment with gradients that do not rest, in 3 GiB with gradients in host memory."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero import ConfigError, StateError, TierError, ZeroConfig, ZeroError
+from hf_zero import ConfigError, StateError, ZeroConfig
 from hf_zero.engine import shard
 from hf_zero.tiers.array import OnDisk
 from hf_zero.tiers.host import Link
 from hf_zero.tiers.pool import Storage
 from tests.kit.common import gpt2
-from tests.kit.injection import fails, instead
 from tests.kit.offloading import SMALL
 from tests.kit.pool import RankPool
 from tests.kit.rows import each_value
@@ -166,66 +163,6 @@ def stored(rank: int, world: int, folder: str, tier: str) -> None:
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 def test_states_and_gradients_are_in_their_tier(two: RankPool, tmp_path: Any, tier: str) -> None:
     two.run(stored, str(tmp_path), tier)
-
-
-def disk_fails(rank: int, world: int, folder: str, call: str, when: str, stage: int) -> tuple[str, str]:
-    """What this rank raises when a disk fails on rank 1, and what the next forward does."""
-    model = gpt2()
-    params = "disk" if stage == 3 else "none"
-    engine, optimizer = start(
-        rank, folder, model, "adamw", "no", stage=stage, offload_optimizer="disk", offload_params=params
-    )
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    engine.wait_for_steps()
-    fault = {call: fails(errno.EIO)} if rank == 1 else {}
-    raised = ""
-    loss = torch.zeros(()) if when == "forward" else loss_of(model, rank, 1)
-    if when == "step":
-        loss.backward()
-    with instead(os, **fault):
-        try:
-            if when == "forward":
-                loss_of(model, rank, 1)
-            elif when == "backward":
-                loss.backward()
-            else:
-                optimizer.step()
-                loss_of(model, rank, 2)
-        except ZeroError as error:
-            raised = f"{type(error).__name__} {error}"
-    try:
-        optimizer.zero_grad()
-        loss_of(model, rank, 2).backward()
-        optimizer.step()
-        engine.wait_for_steps()
-        after = "trains"
-    except ZeroError as error:
-        after = type(error).__name__
-    return raised, after
-
-
-@pytest.mark.parametrize(
-    ("call", "when", "stage", "after"),
-    [
-        ("preadv", "forward", 3, "trains"),
-        ("preadv", "backward", 3, "trains"),
-        ("pwritev", "backward", 2, "trains"),
-        ("preadv", "step", 3, "StateError"),
-        ("pwritev", "step", 1, "StateError"),
-    ],
-)
-def test_a_disk_that_fails_on_one_rank(
-    two: RankPool, tmp_path: Any, call: str, when: str, stage: int, after: str
-) -> None:
-    found = two.run(disk_fails, str(tmp_path), call, when, stage)
-    assert found[0] == found[1]
-    raised, then = found[0]
-    assert raised.startswith(TierError.__name__)
-    assert "rank 1" in raised
-    assert "Input/output error" in raised
-    assert then == after
 
 
 def refused(rank: int, world: int, folder: str) -> None:

@@ -71,7 +71,7 @@ def check(rank: int, world: int, name: str) -> None:
             assert ours[key].dtype == value.dtype
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_models_of_small_units(two: RankPool, name: str) -> None:
     two.run(check, name)

@@ -202,7 +202,7 @@ def planned(rank: int, world: int, tier: str, stage: int) -> None:
         assert (tier == "disk") is (staging.peak["staging"] > 0)
 
 
-@pytest.mark.parametrize("tier", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "cpu")), "disk"])
+@pytest.mark.parametrize("tier", [*(pytest.param(each, marks=pytest.mark.wide) for each in ("none", "cpu")), "disk"])
 def test_state_rests_as_planned(pools, tier):
     pools[2].run(planned, tier, 2)
     pools[1].run(planned, tier, 1)
@@ -231,6 +231,6 @@ def weighed(rank: int, world: int, folder: str) -> None:
         assert all(torch.equal(p, q) for p, q in zip(found, plain, strict=True)), name
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.wide)])
 def test_auto_weighs_whole_parameters(pools, tmp_path, world):
     pools[world].run(weighed, str(tmp_path))

@@ -12,8 +12,7 @@ from hf_zero.comm.codec import CODECS
 from hf_zero.comm.group_wire import CollectiveWire, PairWire
 from hf_zero.comm.hybrid import in_replicas
 from hf_zero.comm.wire import SoloWire
-from tests.kit.common import Case, Sockets, gpt2, optimizer_for, take_steps, train_engine
-from tests.kit.deferred_wire import Mode, Watch
+from tests.kit.common import Sockets, gpt2, optimizer_for, take_steps
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
@@ -122,22 +121,6 @@ def test_bytes(pools):
             assert 3.5 * coded["across"] <= exact["across"]
         assert coded["gather"] == 4 * (sum(spans) - sum(matrices)) + sum(map(codec.nbytes, matrices))
         assert 3.5 * coded["gather"] <= exact["gather"]
-
-
-@pytest.mark.parametrize("mode", list(Mode))
-def test_bytes_may_move_late_or_early(two, mode):
-    assert two.run(deferred, mode) == [[]] * 2
-
-
-def deferred(rank: int, world: int, mode: Mode) -> list[str]:
-    case = Case(stage=3, steps=3, wire="int8", accumulation=2)
-    watch = Watch(mode)
-    ours, engine = train_engine(rank, world, case, roads=watch.roads, made=watch.watch)
-    faults = watch.finish()
-    engine.detach()
-    theirs, engine = train_engine(rank, world, case)
-    engine.detach()
-    return faults + ([] if ours.losses == theirs.losses else ["other losses"])
 
 
 # What cannot be -----------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ LIKE_OTHERS = {
 @pytest.mark.parametrize(
     ("name", "victim"),
     [
-        pytest.param(name, victim, marks=[pytest.mark.slow] if name in LIKE_OTHERS[victim] else [])
+        pytest.param(name, victim, marks=[pytest.mark.wide] if name in LIKE_OTHERS[victim] else [])
         for name in OPERATIONS
         for victim in (0, 1)
     ],
@@ -201,10 +201,10 @@ def killed_alone(rank: int, world: int, place: Path, name: str, tier: str, strid
 @pytest.mark.parametrize(
     ("name", "tier", "stride"),
     [
-        pytest.param("save over", "none", 1, marks=pytest.mark.slow),
+        pytest.param("save over", "none", 1, marks=pytest.mark.wide),
         ("save", "none", 2),
-        pytest.param("save beside", "none", 2, marks=pytest.mark.slow),
-        pytest.param("save behind", "disk", 3, marks=pytest.mark.slow),
+        pytest.param("save beside", "none", 2, marks=pytest.mark.wide),
+        pytest.param("save behind", "disk", 3, marks=pytest.mark.wide),
         ("export", "none", 3),
         ("load", "disk/disk", 5),
     ],
@@ -288,8 +288,8 @@ def ended(rank: int, world: int, place: Path, name: str, kind: str, victims: tup
         *[(name, "kill", ((1,),)) for name in IN_MEMORY],
         ("step at stage 3", "exit", ((1,),)),
         ("step", "stop", ((1,),)),
-        pytest.param("save over", "stop", ((1,), (0,)), marks=pytest.mark.slow),
-        pytest.param("load", "stop", ((1,),), marks=pytest.mark.slow),
+        pytest.param("save over", "stop", ((1,), (0,)), marks=pytest.mark.wide),
+        pytest.param("load", "stop", ((1,),), marks=pytest.mark.wide),
     ],
 )
 def test_ranks_that_end(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit.launch import Results, launch
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_on_two_ranks(found: Results, check: str) -> None:
     found(check)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_compiled_by_inductor(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Needs a C++ compiler, as inductor does on CPU."""
     monkeypatch.setenv("ONLY", "inductor")

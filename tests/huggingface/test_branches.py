@@ -9,7 +9,7 @@ import pytest
 from tests.kit.launch import Results, launch
 from tests.kit.same import assert_same_or_named, assert_same_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.wide
 
 APART = ("images on one rank", "images anywhere", "layers on one rank", "layers on no rank", "forwards")
 TOGETHER = ("images on all ranks or none", "layers on all ranks or none", "half a unit on all ranks or none")
@@ -50,7 +50,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("case", APART)
 def test_ranks_that_differ_at_stage_3(sharded: Results, case: str) -> None:
     """A unit that only some ranks run in forward: the others join in, or it is refused by name."""

@@ -460,7 +460,7 @@ def measured(rank: int, world: int, root: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_base_larger_than_memory(world: int, bases: Path, tmp_path: Path, pools: dict[int, RankPool]) -> None:
     """Under a limit of 128 MiB of new memory, and the most resident ever is less than a third of the base's 257 MiB.

@@ -17,7 +17,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("task", [pytest.param("images", marks=pytest.mark.slow), "texts"])
+@pytest.mark.parametrize("task", [pytest.param("images", marks=pytest.mark.wide), "texts"])
 def test_evaluations_equal_data_parallel(found: Results, task: str, stage: int) -> None:
     mine, reference = found(f"{task} {stage}"), found(f"{task} None")
     assert len(mine) == 2

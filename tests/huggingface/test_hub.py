@@ -10,7 +10,7 @@ import pytest
 from tests.kit.hub_server import Hub
 from tests.kit.launch import Results, launch
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")

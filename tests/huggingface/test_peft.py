@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit.launch import Results, launch
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")

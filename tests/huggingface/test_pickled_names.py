@@ -107,7 +107,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_what_a_trainer_writes_is_read_in_a_fresh_process(kind: str, trained: Path) -> None:
     path = trained / kind / "checkpoint-1" / "training_args.bin"

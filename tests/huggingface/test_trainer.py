@@ -322,7 +322,7 @@ def test_on_two_ranks(job: tuple[Results, Path], check: str) -> None:
         pytest.skip("needs the right to mount a file system")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 def test_push_to_the_hub(tmp_path: Path) -> None:
     """Saves and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered.

@@ -9,7 +9,7 @@ import pytest
 from tests.kit.launch import Results, launch
 from tests.kit.same import assert_same_logs, assert_same_or_named, assert_same_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.wide
 
 CASES = (
     "sft", "sft tied", "sft packing", "sft checkpointing", "sft lora", "sft lora head", "sft lora tokens", "dpo given",

@@ -1,15 +1,8 @@
-"""Tiny models, batches, and the reference every engine run is compared with.
-
-The reference is one process that plays all ranks of plain data parallel: each rank's gradients are computed on the whole
-model, summed in rank order and divided by N. Micro-batches are averaged before they are added up (stages 2 and 3, which
-reduce in each backward) or after (stages 0 and 1, as DDP under `no_sync`, and `no_sync(defer=True)`).
-"""
+"""Tiny models, batches and loops; what holds a folder's files open."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,14 +48,6 @@ def bert(frozen: bool = True, **changes: Any) -> nn.Module:
 MODELS = {"gpt2": gpt2, "bert": bert}
 
 
-def twins(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
-    """Two models with the same values."""
-    torch.manual_seed(0)
-    one, other = build(), build()
-    other.load_state_dict(one.state_dict())
-    return one, other
-
-
 class Sockets(PairWire):
     """As between machines."""
 
@@ -78,30 +63,23 @@ class Case:
     clip: float | None = None
     steps: int = 10
     groups: int = 1
-    reduce_dtype: str | None = None
     offload_optimizer: str = "none"
     offload_params: str = "none"
     step_in_backward: bool = False
     checkpointing: bool = False
-    debug: bool = False
     replicas: int = 1
     wire: str = "none"
     sizes: Sizes = SIZES
-    defer: bool = False
-    device_memory: int | None = None
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
         return zero.ZeroConfig(
             stage=self.stage,
-            reduce_dtype=self.reduce_dtype,
             offload_optimizer=self.offload_optimizer,
             offload_params=self.offload_params,
             offload_dir=offload_dir,
             step_in_backward=self.step_in_backward,
-            debug=self.debug,
             replicas=self.replicas,
             wire=self.wire,
-            device_memory=self.device_memory,
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:
@@ -175,7 +153,7 @@ def train_engine(
     for step in range(case.steps):
         for micro in range(case.accumulation):
             last = micro == case.accumulation - 1
-            with contextlib.nullcontext() if last else engine.no_sync(defer=case.defer):
+            with contextlib.nullcontext() if last else engine.no_sync():
                 ids = batch(step, micro, rank)
                 loss = model(input_ids=ids, labels=ids).loss / case.accumulation
                 scaler.scale(loss).backward()
@@ -189,72 +167,6 @@ def train_engine(
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     result = Result(losses, norms, weights, optimizer.state_dict()["state"], scaler.get_scale())
     return result, engine
-
-
-def train_reference(world: int, case: Case) -> Result:
-    """All ranks of plain data parallel in one process; `losses` are rank 0's. Made once for all tiers, wires and stages."""
-    plain = Case(
-        case.model, 0, case.dtype, case.accumulation, case.clip, case.steps, case.groups, replicas=case.replicas
-    )
-    average_first = case.stage >= 2 and not case.defer
-    # Of one rank or one micro-batch either order is the same.
-    return _train_reference(world, plain, average_first and world > 1 and case.accumulation > 1)
-
-
-@functools.cache
-def _train_reference(world: int, case: Case, average_first: bool) -> Result:
-    model = MODELS[case.model]()
-    optimizer = optimizer_for(model, case.groups)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
-    params = [p for p in model.parameters() if p.requires_grad]
-    losses, norms = [], []
-    for step in range(case.steps):
-        gradients: dict[tuple[int, int], list[Tensor]] = {}
-        for micro, rank in itertools.product(range(case.accumulation), range(world)):
-            ids = batch(step, micro, rank)
-            with autocast(case.dtype):
-                loss = model(input_ids=ids, labels=ids).loss / case.accumulation
-            scaler.scale(loss).backward()
-            gradients[micro, rank] = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            for p in params:
-                p.grad = None
-            if rank == 0:
-                losses.append(loss.item())
-        for i, p in enumerate(params):
-            if average_first:
-                micros = [
-                    _mean([gradients[m, r][i] for r in range(world)], case.replicas) for m in range(case.accumulation)
-                ]
-                p.grad = _sum(micros)
-            else:
-                ranks = [_sum([gradients[m, r][i] for m in range(case.accumulation)]) for r in range(world)]
-                p.grad = _mean(ranks, case.replicas)
-        if case.clip is not None:
-            scaler.unscale_(optimizer)
-            norm = torch.sqrt(sum(p.grad.double().square().sum() for p in params)).float()
-            norms.append(norm.item())
-            for p in params:
-                p.grad.mul_(torch.clamp(case.clip / (norm + 1e-6), max=1.0))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    state = optimizer.state_dict()["state"]
-    return Result(losses, norms, model.state_dict(), state, scaler.get_scale())
-
-
-def _sum(tensors: list[Tensor]) -> Tensor:
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
-
-
-def _mean(tensors: list[Tensor], replicas: int = 1) -> Tensor:
-    """Over ranks in their order: of each replica's, then of all replicas'."""
-    shards = len(tensors) // replicas
-    if replicas > 1 and shards > 1:
-        return _mean([_mean(tensors[first : first + shards]) for first in range(0, len(tensors), shards)])
-    return _sum(tensors) * (1.0 / len(tensors))
 
 
 def differences(ours: Result, reference: Result) -> tuple[float, float]:

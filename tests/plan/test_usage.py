@@ -122,7 +122,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("world", "stage", "settings", "micros"),
-    [case if case[0] < 4 else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    [case if case[0] < 4 else pytest.param(*case, marks=pytest.mark.wide) for case in CASES],
 )
 def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, Any], micros: int) -> None:
     for found in pools[world].run(train, {"stage": stage, **settings}, micros):
@@ -201,7 +201,7 @@ def watched(rank: int, world: int, settings: dict[str, Any]) -> dict[str, list[i
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        pytest.param(2, {"stage": 3}, marks=pytest.mark.slow),
+        pytest.param(2, {"stage": 3}, marks=pytest.mark.wide),
         (2, {"stage": 2, "dtype": "bf16"}),
         (1, {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
     ],

@@ -130,7 +130,7 @@ def _edit_alone(param: nn.Parameter, number: int) -> None:
     grad.copy_(grad.clone() * 1.5)
 
 
-@program(strength=2, more={"ranks": (1, 2, 3)})
+@program(more={"ranks": (1, 2, 3)})
 def norms_and_edits(run: Run) -> None:
     """Norms of every order, as torch computes them and as the engine does; then what loops do with gradients."""
     model = run.trained_model(Odd)

@@ -12,7 +12,7 @@ from tests.oracle import Run, program
 EVERY_RANK = {"ranks": (1, 2, 3, 4)}
 
 
-@program(strength=2, more={**EVERY_RANK, "wire": ("none", "int8")}, exact=True)
+@program(more={**EVERY_RANK, "wire": ("none", "int8")}, exact=True)
 def plain(run: Run) -> None:
     """Three layers of 15 features: spans that need padding on any number of ranks."""
     model = run.build(lambda: mlp(15))
@@ -26,7 +26,7 @@ def plain(run: Run) -> None:
         run.see(loss, "loss")
 
 
-@program(strength=2, more=EVERY_RANK)
+@program(more=EVERY_RANK)
 def gpt2_clipped_and_accumulated(run: Run) -> None:
     model = run.build(gpt2)
     optimizer = adamw(model)

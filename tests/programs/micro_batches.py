@@ -56,7 +56,7 @@ def _train(
         run.update()
 
 
-@program(strength=2, more={"ranks": (1, 2, 3), **DEBUG})
+@program(more={"ranks": (1, 2, 3), **DEBUG})
 def micro_batches(run: Run) -> None:
     _train(run, gpt2, in_groups)
 

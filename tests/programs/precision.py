@@ -15,7 +15,6 @@ from tests.models import VOCAB, LanguageModel, generator, gpt2, ids, mlp, t5, to
 from tests.oracle import Run, program
 from tests.programs.usual import trained_on
 
-LOW = {"precision": ("bf16",)}
 SPECIAL = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.models import mlp, sgd
 from tests.oracle import Run, program
 from tests.settings import Setting
+from tests.settings import is_sharded as is_sharded
 
 Build = Callable[[], nn.Module]
 Optimize = Callable[[nn.Module], torch.optim.Optimizer]
@@ -22,11 +23,6 @@ Act = Callable[[Run, int], Any]
 FP32 = {"precision": ("fp32",)}
 """`only=FP32`: what reads or writes weights sees them rounded to bf16, which plain data parallel training does not do; or
 its numbers hang on the sign of a rounding error; or torch has no bf16 kernel for it."""
-
-
-def is_sharded(setting: Setting) -> bool:
-    """Whether a parameter's elements are on several ranks, so that ranks cannot differ in its value."""
-    return setting.stage > 0 and setting.ranks > setting.replicas
 
 
 def is_released(setting: Setting) -> bool:

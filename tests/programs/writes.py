@@ -269,7 +269,7 @@ def with_a_frozen_norm() -> nn.Module:
     return model
 
 
-@program(strength=2, more={"ranks": (1, 2, 3)})
+@program(more={"ranks": (1, 2, 3)})
 def every_kind_of_write(run: Run) -> None:
     """Before a forward, between backward and step, and with neither after it; to trained and frozen weights."""
     model = run.trained_model(with_a_frozen_norm)

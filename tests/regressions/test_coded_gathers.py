@@ -88,7 +88,7 @@ def shown(rank: int, world: int, stage: int, wire: str, dtype: str, replicas: in
         (2, 3, "int8", "bf16", 1),
         (4, 3, "fp8", "no", 2),
         (3, 2, "fp8", "bf16", 1),
-        pytest.param(4, 2, "int8", "no", 2, marks=pytest.mark.slow),
+        pytest.param(4, 2, "int8", "no", 2, marks=pytest.mark.wide),
     ],
 )
 def test_every_rank_computes_with_what_the_codes_stand_for(
@@ -248,7 +248,7 @@ def learns(rank: int, world: int, name: str, stage: int, seed: int) -> list[floa
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_model_learns_as_without_codes(two: RankPool) -> None:
     """The loss at the end is within what another order of the same text makes of it, on either side."""
 

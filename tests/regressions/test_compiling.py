@@ -57,7 +57,7 @@ def compared(rank: int, world: int, stage: int) -> tuple[list[float], list[float
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.wide), 3])
 def test_equals_eager_training(two: RankPool, stage: int) -> None:
     for plain, method, wrapped, graphs, refused in two.run(compared, stage):
         assert method == pytest.approx(plain, rel=1e-6)

@@ -134,7 +134,7 @@ OTHER_PLACES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_both_sides_raise_and_a_restart_resumes(link: Link, tmp_path: Path) -> None:
     """The link goes down where ranks are in forward, in backward, …; afterwards all resume over the link that is up again."""
     out = tmp_path / "out"
@@ -161,7 +161,7 @@ def test_both_sides_raise_and_a_restart_resumes(link: Link, tmp_path: Path) -> N
         assert "as DDP" in end.text, (key, end.text)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_rank_with_the_store_is_stopped_or_killed(tmp_path: Path) -> None:
     """Needs no namespaces. A stopped process is given ten times `stall_s`, also where nothing can be asked about it."""
     out, cases, stall_s = tmp_path, ["forward", "backward"], 1.0
@@ -188,7 +188,7 @@ def test_a_rank_with_the_store_is_stopped_or_killed(tmp_path: Path) -> None:
     assert killed.stat().st_mtime - began < 2 * LATE_S
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("fault", ["down", "down at the store", "dropped", "dropped at the store"])
 def test_other_places_and_faults(link: Link, tmp_path: Path, fault: str) -> None:
     """Rank 0's host has the store. Packets of one direction are lost, or all are; two ranks on each host, too."""

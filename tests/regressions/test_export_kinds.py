@@ -15,8 +15,6 @@ from tests.kit.common import gpt2
 from tests.kit.hub_server import Hub
 from tests.kit.launch import Results, launch
 
-WEIGHTS = ["config.json", "generation_config.json", "model.safetensors"]
-
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:

@@ -92,7 +92,7 @@ def test_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, pla
     assert pools[1].run(at_any_moment, place, str(tmp_path), random.randrange(1 << 30), 12) == [[]]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "in backward"])
 def test_many_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
@@ -172,7 +172,7 @@ def test_interrupts_before_lines(pools: dict[int, RankPool], tmp_path: Any, plac
     assert pools[1].run(before_each_line, place, str(tmp_path), random.randrange(1 << 30), 25) == [[]]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "in backward"])
 def test_interrupts_before_each_line(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:

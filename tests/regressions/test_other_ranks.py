@@ -98,7 +98,7 @@ def read(rank: int, world: int, place: str, folder: str, wanted: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("writers", "place", "readers", "other"),
-    [way if way in DEFAULT else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS],
+    [way if way in DEFAULT else pytest.param(*way, marks=pytest.mark.wide) for way in WAYS],
 )
 def test_loaded_elsewhere(pools, tmp_path, writers, place, readers, other):
     wanted = pools[writers].run(write, place, str(tmp_path))[0]

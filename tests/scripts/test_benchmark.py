@@ -18,9 +18,9 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
-@pytest.mark.parametrize("peers", [[], pytest.param(["fsdp2"], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("peers", [[], pytest.param(["fsdp2"], marks=pytest.mark.wide)], ids=len)
 def test_measures_engines(tmp_path: Path, peers: list[str]) -> None:
     output = tmp_path / "runs" / "benchmark.json"
     toy = [
@@ -57,9 +57,9 @@ def test_measures_engines(tmp_path: Path, peers: list[str]) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "engine",
-    ["ddp", pytest.param("zero3", marks=pytest.mark.slow)],  # ddp's launches are among those of any other engine
+    ["ddp", pytest.param("zero3", marks=pytest.mark.wide)],  # ddp's launches are among those of any other engine
 )
-@pytest.mark.slow
+@pytest.mark.wide
 def test_memory_and_calls(tmp_path: Path, engine: str) -> None:
     output = tmp_path / "benchmark.json"
     toy = ["--model-size", "tiny", "--device", "cpu", "--world-size", "1", "--sequence", "16", "--steps", "1"]
@@ -86,7 +86,7 @@ def test_bad_options_end_at_once() -> None:
     assert "--world-size must be positive, got 0" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 def test_offloaded_steps(tmp_path: Path) -> None:
     output = tmp_path / "runs" / "offload.json"
@@ -113,7 +113,7 @@ def test_offloaded_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
+@pytest.mark.wide
 def test_offloaded_training(tmp_path: Path) -> None:
     output = tmp_path / "offload.json"
     small = ["--model-size", "tiny", "--steps", "1", "--ranks", "2", "--dtype", "fp32"]

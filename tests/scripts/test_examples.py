@@ -58,7 +58,7 @@ def history(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in log.items() if not any(word in key for word in timed)} for log in logs]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_an_example_is_the_same_at_its_stage_as_at_stage_0(job: Results, place: Path, name: str) -> None:
     folders = [place / f"{name} {at}" for at in (0, CASES[name][2])]
@@ -77,7 +77,7 @@ def test_an_example_is_the_same_at_its_stage_as_at_stage_0(job: Results, place: 
         torch.testing.assert_close(weights[1][key], expected, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_generation_and_spans_are_measured(job: Results) -> None:
     assert job("t5 3")["eval_rouge_l"] >= 0
     assert job("speech 3")["eval_word_errors"] > 0

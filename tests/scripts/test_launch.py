@@ -55,7 +55,7 @@ def ended(agents: list[subprocess.Popen[bytes]]) -> list[int]:
             agent.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 def test_two_nodes_train_as_one_does(tmp_path: Path) -> None:
     port = free_port()

@@ -37,7 +37,7 @@ def losses(folder: Path) -> list[float]:
     return json.loads((folder / "losses.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_mlp_is_the_same_at_every_stage_and_on_any_number_of_ranks(job: Results, place: Path) -> None:
     words = ["--max-steps=5", "--max-train-samples=100", "--batch-size=40", f"--output-dir={place / 'alone'}"]
     alone = train_mlp.main([*words, "--zero-stage=0"])

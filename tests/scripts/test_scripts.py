@@ -168,7 +168,7 @@ def test_perplexity_is_the_saved_models_own(place: Path, plain: Path) -> None:
     assert loss.item() == pytest.approx(history(plain, "eval_loss")[-1], rel=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_masked_language_model_on_ranks(place: Path) -> None:
     on_ranks([FINETUNE, *SMALL, "--task=mlm", "--zero-stage=2", "--output-dir=mlm"], place)
     perplexities = history(place / "mlm", "eval_perplexity")
@@ -178,7 +178,7 @@ def test_masked_language_model_on_ranks(place: Path) -> None:
     AutoModelForMaskedLM.from_pretrained(place / "mlm")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
     common = [FINETUNE, *SMALL, "--task=classification", "--zero-stage=3", "--output-dir=classes", "--save-steps=3"]
     output = on_ranks(common, place)
@@ -200,7 +200,7 @@ def test_classification_on_two_ranks_saves_and_resumes(place: Path) -> None:
     assert len(again) == len(first) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Path, plain: Path) -> None:
     (place / "own.csv").write_text("".join(["body,kind\n", *(f"row number {n} of it,{n % 2}\n" for n in range(200))]))
     words = ["--zero-stage", "3", "--model", str(plain), "--dataset", "own.csv", "--text_column", "body"]
@@ -210,7 +210,7 @@ def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Pa
     AutoModelForCausalLM.from_pretrained(place / "runs" / "own")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_lora_saves_an_adapter_that_peft_loads(place: Path, plain: Path) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -230,7 +230,7 @@ def test_lora_saves_an_adapter_that_peft_loads(place: Path, plain: Path) -> None
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_lora_of_random_weights_is_refused() -> None:
     with pytest.raises(finetune.UserError, match="starts from random weights"):
         finetune.parse(["--lora"])
@@ -316,7 +316,7 @@ def test_help_answers_at_once_and_cuts_nothing(name: str, place: Path) -> None:
     assert "…" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
     (place / "own.txt").write_text(Path(finetune.__file__).read_text() * 8)
     small = [
@@ -414,7 +414,7 @@ def test_torchrun_prints_the_message_last(place: Path) -> None:
     assert "missing.txt" not in ended.errors, "torchrun prints it"
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_an_interrupted_run_says_how_to_continue(place: Path) -> None:
     words = [
         FINETUNE,
@@ -444,7 +444,7 @@ def test_an_interrupted_run_says_how_to_continue(place: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("when", ["at the end", "at a checkpoint"])
 def test_a_full_disk_at_save_ends_both_ranks(place: Path, plain: Path, when: str) -> None:
     """No file may grow past 6 MiB: the weights (10 MiB) do not fit, everything before them is cached or small."""

@@ -13,7 +13,7 @@ import pytest
 from tests.test_docs import ROOT, blocks_of
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 def test_the_command(tmp_path: Path) -> None:
     (block,) = blocks_of(ROOT / "docs" / "long-context.md", "bash")

@@ -54,10 +54,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     return launch("elastic_job", folder / "out", str(folder / "run"))("run"), folder / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "kind", ["device", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("disk", "auto", "born"))]
+    "kind", ["device", *(pytest.param(kind, marks=pytest.mark.wide) for kind in ("disk", "auto", "born"))]
 )
 def test_a_trainer_goes_on_with_one_rank_and_with_three(
     whole: tuple[dict[str, Any], Path], tmp_path: Path, kind: str
@@ -85,7 +85,7 @@ def test_a_trainer_goes_on_with_one_rank_and_with_three(
     assert steps == rows_by_step(undisturbed, [2])
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
     """On as many ranks as before, each takes up its own random numbers: equal to the bit."""
@@ -176,7 +176,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return load_file(zero.latest_checkpoint(folder) / "model.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.gloo
 def test_torchrun_starts_again_after_a_rank_was_killed(plain: Path, tmp_path: Path) -> None:
     """SIGKILL before step 7: the newest checkpoint is that of step 6. The result is the same to the last bit."""

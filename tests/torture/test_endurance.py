@@ -41,7 +41,7 @@ def nothing_grew(looks: list[list[Health]], warm: int, most_bytes: int) -> None:
         assert mine[-1].files <= mine[0].files, f"rank {rank}"
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize(("way", "tier"), [("trainer", "disk"), ("plain", "device")])
 def test_a_run_with_saves_and_evaluations_keeps_nothing(way: str, tier: str, tmp_path: Path) -> None:
     """Descriptors, threads, keys, files, the ledger: 60 steps with 12 saves and evaluations."""
