@@ -38,15 +38,15 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 
 .PHONY: test
 test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one process)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-all
 test-wide: $(READY) ## run what CI has time for of all that `make test` leaves out (WIDE='tests/…' for other folders)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder -m wide $(WIDE) $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m wide $(WIDE) $(ARGS)
 
 .PHONY: test-all
 test-all: $(READY) ## run these and all further combinations: more models, ranks, rows of settings; hours
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'not torture' $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m 'not torture' $(ARGS)
 
 .PHONY: torture
 torture: $(READY) ## ranks lost and killed, long runs: hours (STEPS=2000 and ROUNDS=20 are how long; ARGS='-k name' for some)

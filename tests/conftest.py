@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 HOME = tempfile.TemporaryDirectory(prefix="hf_home_")
 """Caches of this session's own, empty at its start."""
@@ -18,6 +19,7 @@ os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from tests.kit.pool import RankPool  # noqa: E402
 from tests.wide import WIDE  # noqa: E402
@@ -29,16 +31,25 @@ LONG = ("test_programs.py", "torture", "scripts", "huggingface", "engine", "rand
 """Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest's processes share the tests out
+class Scheduling(LoadScopeScheduling):
+    """One process runs a file, or one theme of the programs: what a file prepares, it prepares once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, name = nodeid.partition("::")
+        return name.partition(".")[0] if path == "tests/test_programs.py" else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before markers deselect
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {folder: place for place, folder in enumerate(LONG)}
     for item in items:
-        # What one process runs: a file, of the programs a theme.
-        theme = getattr(item, "callspec", None) if item.path.name == "test_programs.py" else None
-        group = f"{item.path}:{theme.params['name'].partition('.')[0]}" if theme else f"{item.path}"
-        item.add_marker(pytest.mark.xdist_group(group))
         if item.nodeid.startswith(WIDE):
             item.add_marker("wide")
+    places = {folder: place for place, folder in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.relative_to(Path(__file__).parent).parts[0], len(LONG)))
 
 

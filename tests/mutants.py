@@ -471,7 +471,7 @@ def main() -> int:
             started = time.monotonic()
             found = failed(folder, mutant.first, options.timeout_s)
             if not found and not options.first_only:
-                found = failed(folder, ("-n", "2", "--dist", "loadgroup"), options.timeout_s)
+                found = failed(folder, ("-n", "2", "--no-loadscope-reorder"), options.timeout_s)
             taken_s = time.monotonic() - started
         print(
             f"{number:2} {'caught  ' if found else 'SURVIVED'} {taken_s:5.0f} s  {mutant.name}  {found[:160]}",
