@@ -76,6 +76,13 @@ def test_commands_name_what_there_is(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8")))
+    assert not named - set(re.findall(r"^def (test_\w+)", sources, re.M))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_snippets_are_python(page: Path) -> None:
     for block in blocks_of(page, "python"):
         ast.parse(block)

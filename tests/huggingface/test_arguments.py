@@ -1,4 +1,4 @@
-"""Arguments and calls of the stock Trainer and Accelerator that touch how a model is held, on two real ranks."""
+"""Arguments and calls of the stock Trainer and Accelerator that touch how a model is held, and LoRA; on two real ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ from tests.kit.launch import Results, launch
 
 pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("arguments_job", tmp_path_factory.mktemp("arguments"), timeout=250)
-
-
-CHECKS = [
-    "bf16_full_eval 1",
-    "bf16_full_eval 3",
-    "bf16_full_eval 0",
-    "bf16_full_eval 2",
-    "bf16_full_eval offloaded to cpu",
-    "bf16_full_eval offloaded to disk",
+ARGUMENTS = [
+    *(f"bf16_full_eval {how}" for how in (0, 1, 2, 3, "offloaded to cpu", "offloaded to disk")),
     "fp16_full_eval 1",
     "fp16_full_eval 3",
     "compiled eager 2",
@@ -33,15 +22,40 @@ CHECKS = [
     "generates 3 bf16",
     "generates 3 no",
 ]
+ADAPTERS = [
+    *(f"stage {stage}" for stage in range(4)),
+    "resume",
+    "resume newest",
+    "bf16 1",
+    "bf16 3",
+    "bf16 resume",
+    "checkpointing",
+    "generate",
+]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_two_ranks(found: Results, check: str) -> None:
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch("arguments_job", tmp_path_factory.mktemp("arguments"), timeout=250)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch("trainer_job", tmp_path_factory.mktemp("peft"), "adapters")
+
+
+@pytest.mark.parametrize("check", ARGUMENTS)
+def test_arguments(arguments: Results, check: str) -> None:
     """What each of them does and asserts is in `arguments_job.py`, under this name."""
-    found(check)
+    arguments(check)
 
 
-@pytest.mark.wide
+@pytest.mark.parametrize("check", ADAPTERS)
+def test_adapters(adapters: Results, check: str) -> None:
+    """What each of them does and asserts is in `trainer_job.py`, under this name."""
+    adapters(check)
+
+
 def test_compiled_by_inductor(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Needs a C++ compiler, as inductor does on CPU."""
     monkeypatch.setenv("ONLY", "inductor")

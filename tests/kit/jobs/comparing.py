@@ -123,18 +123,14 @@ class Comparison:
         }
 
 
-def compare(cases: Mapping[str, Build], saves: Collection[str] = (), apart_at_3: Collection[str] = ()) -> None:
-    """The whole of a job: every case, plainly first and then at every stage.
-
-    At stage 3, cases in which ranks run different modules come alone, where they are asked for by name.
-    """
+def compare(cases: Mapping[str, Build], saves: Collection[str] = ()) -> None:
+    """The whole of a job: every case, plainly first and then at every stage."""
     watch()
     stages, names = arguments(cases)
     comparison = Comparison(saves)
     for stage in stages:
         for name in names:
-            if stage != 3 or name not in apart_at_3 or len(names) < len(cases):
-                comparison.run(name, cases[name], stage)
+            comparison.run(name, cases[name], stage)
     if dist.is_initialized():
         dist.destroy_process_group()
 
