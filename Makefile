@@ -6,7 +6,6 @@ N ?= 1000
 WORKERS ?= 2
 STEPS ?= 2000
 ROUNDS ?= 20
-WIDE ?= tests/huggingface tests/scripts
 ARGS ?=
 
 VENV := .venv
@@ -41,8 +40,8 @@ test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one proc
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-all
-test-wide: $(READY) ## run what CI has time for of all that `make test` leaves out (WIDE='tests/…' for other folders)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m wide $(WIDE) $(ARGS)
+test-wide: $(READY) ## run what CI runs after `make test`: tests/wide.txt
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m 'wide and not torture' @tests/wide.txt $(ARGS)
 
 .PHONY: test-all
 test-all: $(READY) ## run these and all further combinations: more models, ranks, rows of settings; hours

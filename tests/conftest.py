@@ -22,11 +22,12 @@ import torch  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from tests.kit.pool import RankPool  # noqa: E402
-from tests.wide import WIDE  # noqa: E402
 
 torch.set_num_threads(1)
 hypothesis.settings.load_profile("ci")
 """The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
+WIDE = tuple(Path(__file__).with_name("wide.txt").read_text(encoding="utf-8").splitlines())
+"""Files, tests, and cases of tests that `make test` leaves out and CI runs after it: arguments of pytest."""
 LONG = ("test_programs.py", "torture", "scripts", "huggingface", "engine", "random", "checkpoint")
 """Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""
 
@@ -48,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(WIDE):
-            item.add_marker("wide")
+            item.add_marker(pytest.mark.wide)
     places = {folder: place for place, folder in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.relative_to(Path(__file__).parent).parts[0], len(LONG)))
 

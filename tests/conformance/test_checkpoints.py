@@ -90,7 +90,7 @@ READERS: tuple[tuple[int, str, int], ...] = (
     (3, "none", 1), (2, "disk", 1), (1, "cpu", 1), (3, "disk/disk", 2), (0, "none", 1), (3, "cpu/cpu", 1),
 )  # fmt: skip
 """Stage, tier and replicas that read."""
-IN_FULL = {("stage 2", 2), ("alone", 1)}
+IN_FULL = {("stage 2", 3), ("alone", 1)}
 """Rows and numbers of ranks whose every file is damaged in every way."""
 
 

@@ -5,6 +5,7 @@ Lost without observers is only what their files in `compat/` and `diagnostics/` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,9 @@ NAMES = (
 )  # fmt: skip
 ROWS = (
     Setting(stage=3),
+    Setting(stage=1, precision="bf16"),
+)
+MORE_ROWS = (
     Setting(stage=2, precision="bf16"),
     Setting(stage=1),
     Setting(stage=0),
@@ -41,11 +45,19 @@ ROWS = (
 )
 
 
+def check_alone(pools: dict[int, RankPool], name: str, rows: Sequence[Setting]) -> None:
+    accepted = {*PROGRAMS[name].rows}
+    check(pools, name, [replace(row, alone=True) for row in rows if row in accepted])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_data_parallel(pools: dict[int, RankPool], name: str) -> None:
-    rows = [*filter({*PROGRAMS[name].rows}.__contains__, ROWS)]
-    assert rows
-    check(pools, name, [replace(row, alone=True) for row in rows])
+    check_alone(pools, name, ROWS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_data_parallel_under_more_rows(pools: dict[int, RankPool], name: str) -> None:
+    check_alone(pools, name, MORE_ROWS)
 
 
 def refused(rank: int, world: int) -> None:

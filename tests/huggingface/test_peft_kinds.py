@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.kit.common import autocast, batch, gpt2, loss_of
 from tests.kit.pool import RankPool
+from tests.kit.rows import each_value
 
 pytestmark = pytest.mark.gloo
 
@@ -119,8 +120,7 @@ def trained(rank: int, world: int, kind: str, stage: int, folder: str) -> None:
         torch.testing.assert_close(merged(input_ids=ids).logits, logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "stage"), each_value(KINDS, [1, 3]))
 def test_training_saving_and_merging_equal_data_parallel(two: RankPool, tmp_path: Path, kind: str, stage: int) -> None:
     two.run(trained, kind, stage, str(tmp_path / kind))
 
