@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -390,74 +388,3 @@ def reparametrised(rank: int, world: int, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_reparametrised_layers(two: RankPool, stage: int) -> None:
     assert two.run(reparametrised, stage) == [[], []]
-
-
-def tiny_llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "dora": {"use_dora": True},
-    "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora"},
-    "gaussian": {"init_lora_weights": "gaussian"},
-}
-IDS = torch.arange(12).view(2, 6)
-
-
-def adapt(model: Any, kind: str) -> Any:
-    torch.manual_seed(5)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **ADAPTERS[kind]))
-
-
-def train(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for _ in range(3):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def adapted(rank: int, world: int, base: str, kind: str, tier: str, folder: str) -> None:
-    def load() -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(base)
-
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-    plain = adapt(load(), kind)
-    expected = train(plain, optimizer_of(plain))
-    options = {"offload_params": tier, "offload_dir": folder}
-    with zero.Init(**options):
-        model = load()
-        if kind != "gaussian":
-            model = adapt(model, kind)
-    if kind == "gaussian":  # needs no values of the base
-        model = adapt(model, kind)
-    optimizer = optimizer_of(model)
-    zero.shard(model, optimizer, zero.ZeroConfig(stage=3, **options))
-    assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
-    saved = peft.get_peft_model_state_dict(model, model.state_dict())
-    wanted = peft.get_peft_model_state_dict(plain)
-    assert rank or all(torch.allclose(saved[key], wanted[key], atol=1e-5) for key in wanted)
-    if kind == "gaussian":
-        return
-    with zero.Init(**options):
-        outside = load()
-    with pytest.raises(zero.StateError, match="zero.Init"):
-        adapt(outside, kind)
-
-
-@pytest.mark.parametrize(
-    ("kind", "tier"), [("dora", "none"), ("dora", "disk"), ("pissa", "disk"), ("olora", "cpu"), ("gaussian", "disk")]
-)
-def test_adapters_made_of_deferred_weights(two: RankPool, tmp_path: Path, kind: str, tier: str) -> None:
-    tiny_llama().save_pretrained(tmp_path / "base")
-    two.run(adapted, str(tmp_path / "base"), kind, tier, str(tmp_path))
