@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -25,6 +24,7 @@ from .codec import Codec, fits
 from .direct import Direct, open_direct
 from .inflight import DONE, Inflight
 from .local_memory import SPANS
+from .position import Card
 from .process_group import check_ranks, default_group, home_device, interrupt, open_in_thread, reader_of, watcher_of
 from .watch import Wait, Watch
 from .wire import Cuts, SoloWire, average_in_order, land
@@ -203,26 +203,23 @@ class GroupWire(SoloWire):
         return wire
 
     def exchange(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        self._call(dist.all_gather_object, values, value, self.group)
-        return values
+        watcher, values = self.watcher, [None] * self.size
+        if watcher.has_met or self.group is not default_group():
+            self._call(dist.all_gather_object, values, value, self.group)
+            return values
+        self._call(dist.all_gather_object, values, (watcher.card, value), self.group)
+        met: list[tuple[Card, Any]] = [found for found in values if found is not None]
+        watcher.meet([card for card, _ in met])
+        return [found for _, found in met]
 
     def barrier(self) -> None:
         self._call(dist.barrier, self.group)
 
     def start(self, stall_s: float) -> None:
         watcher = self.watcher
-        watcher.open(stall_s)
+        watcher.stall_s = stall_s
         watcher.engines += 1
-        reports = self.exchange((watcher.engines, watcher.mail.prefix, watcher.fault))
-        faults = [fault for _, _, fault in reports if fault is not None]
-        self.watch.engine, prefix, _ = reports[0]
-        watcher.agree(stall_s, prefix, faults)
-        if faults and self.rank == 0:
-            warnings.warn(
-                f"no rank is watched for stalls: the process group's store refuses a connection ({faults[0]})",
-                stacklevel=3,  # the caller of zero.shard
-            )
+        self.watch.engine = self.exchange(watcher.engines)[0]
         self.take_number()
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:

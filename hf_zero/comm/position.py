@@ -1,53 +1,56 @@
-"""The position of a rank: step, phase, what it waits for, and where user code is.
+"""The position of a rank, and the questions by which ranks learn of each other's.
 
-User code is read from the stack of the main thread: the innermost frame outside of this package, PyTorch, and libraries built
-on them.
+Every rank listens on one TCP port and answers from a thread of its own. A host whose kernel does not even answer the connection
+cannot be reached. A kernel that refuses it has no such process any more. A process that is stopped, or holds the interpreter,
+is connected and silent. User code is read from the stack of the main thread: the innermost frame outside of this package,
+PyTorch, and libraries built on them.
 """
 
 from __future__ import annotations
 
+import errno
+import hmac
 import json
 import os
+import secrets
+import selectors
+import socket
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
+from ipaddress import ip_address
 from types import FrameType
-from typing import Any
 
 import psutil
 
 _LIBRARIES = ("torch", "hf_zero", "accelerate", "transformers", "peft", "trl")
-_DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
-SAME_STEPS = "Every rank needs the same number of batches, and an exception on one rank ends all"
-DIVERGED = (
-    "Every rank makes the same calls in the same order. Look for a collective inside `if rank == 0`, and for a batch, a step "
-    "or a layer that one rank left out"
-)
-SILENT = "Find out why that process does not answer, then start all ranks again from the last checkpoint"
-NETWORK = "Restore the network or that host, then start all ranks again from the last checkpoint"
+ANSWER_S = 2.0
+"""Time for an answer: two packets that begin a connection are sent in it."""
+_MOST_BYTES = 1 << 16
+"""Of a message."""
+_AT_ONCE = 200
+"""Connections at a time, fewer than a process may usually have."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """A rank's position, as it publishes it.
+    """A rank's position, as it reports it.
 
     Attributes:
         waits_for: empty if it waits for no rank.
         purpose: the call of user code that needs other ranks: `state_dict()`, `saving to …`; empty within a step.
         code: file, line and function of user code; after its end, the error that ended it.
-        progress: number of checks at which the rank had made progress.
-        ended: its process is about to end, or has released what the other ranks wait for.
-        answers: number of the question that this answers.
-        silent_s: seconds since its last answer; set by the rank that asks.
+        waits: number of waits that have ended.
         engine: number of the engine that it is in, or was in last.
-        newest: highest number of an engine that it has had.
-        engines: numbers of the engines that it still has.
         among: the ranks that take part in what it waits for, if these are not all.
+        ended: its process is about to end, or has released the process group.
     """
 
     rank: int
@@ -56,65 +59,32 @@ class Position:
     waits_for: str
     purpose: str
     code: str
-    progress: int
-    ended: bool = False
-    answers: int = 0
-    silent_s: float = 0.0
+    waits: int = 0
     engine: int = 0
-    newest: int = 0
-    engines: tuple[int, ...] = ()
     among: str = ""
+    ended: bool = False
 
     def __str__(self) -> str:
         if self.ended:
-            error = f": {self.code}" if self.code else ""
-            return f"has ended, or released the model, after {self.step} steps{error}"
+            return f"has ended after {self.step} steps" + (f": {self.code}" if self.code else "")
         doing = f"in {self.purpose}" if self.purpose else f"in {self.phase} of step {self.step}"
         waits = f"waits for {self.waits_for}{self.among}" if self.waits_for else "waits for no other rank"
-        silent = f"; no answer for {self.silent_s:.0f} s" if self.silent_s else ""
-        return f"{doing}, {waits}; user code is at {self.code}{silent}"
-
-    def has_released(self, engine: int) -> bool:
-        """Return True if this rank will not answer for an engine any more. 0: for no engine in particular."""
-        return self.ended or (0 < engine <= self.newest and engine not in self.engines)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def of_json(cls, text: bytes) -> Position:
-        found: dict[str, Any] = json.loads(text)
-        found["engines"] = tuple(found["engines"])
-        return cls(**found)
+        return f"{doing}, {waits}; user code is at {self.code}"
 
 
-def explain(
-    what: str,
-    positions: Sequence[Position | None],
-    advice: str,
-    hosts: Sequence[str] = (),
-    silent: Mapping[int, float] | None = None,
-) -> str:
-    """Join what happened, the position of each rank, and what to do.
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
-    Args:
-        what: what happened.
-        positions: by rank; None: unknown.
-        advice: what to do.
-        hosts: names by rank; omitted if all are the same.
-        silent: rank -> seconds since it could be reached, of ranks that cannot be.
-    """
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, position in enumerate(positions):
-        host = f" on {hosts[rank]}" if len({*hosts}) > 1 else ""
-        text = "no answer so far" if position is None else str(position)
-        if silent and rank in silent:
-            text = f"cannot be reached for {silent[rank]:.0f} s" + (
-                f"; last known: {text}" if position is not None else ""
-            )
-        groups.setdefault((host, text), []).append(rank)
-    lines = [f"{ranks_text(ranks)}{host}: {text}" for (host, text), ranks in groups.items()]
-    return f"{what}.\n  " + "\n  ".join(lines) + f"\n{advice}"
+
+# User code ----------------------------------------------------------------------------------------------------------
 
 
 def _main_frames() -> Iterator[FrameType]:
@@ -125,8 +95,9 @@ def _main_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _is_users(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in _LIBRARIES and not frame.f_code.co_filename.startswith((_STANDARD, "<"))
 
 
 def user_code() -> str:
@@ -140,7 +111,7 @@ def user_code() -> str:
 def torch_wait() -> str:
     """Return the call of torch.distributed that the main thread is in, if user code made it."""
     frame = next(_main_frames(), None)
-    inside = frame is not None and _module(frame).startswith("torch.distributed")
+    inside = frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")
     return f"torch.distributed, in {frame.f_code.co_name}" if frame is not None and inside else ""
 
 
@@ -150,70 +121,218 @@ def last_error() -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _is_users(frame: FrameType) -> bool:
-    package = _module(frame).partition(".")[0]
-    return package not in _LIBRARIES and not frame.f_code.co_filename.startswith((_STANDARD, "<"))
-
-
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-
-
-def is_debugged() -> bool:
-    """Return True if a debugger holds the main thread."""
-    return any(_module(frame).partition(".")[0] in _DEBUGGERS for frame in _main_frames())
+# Questions between ranks --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work of this process and its children (data loaders, compilers) so far.
+class Card:
+    """Address of a rank. `machine` is equal for ranks without a network between them; no `address`: it cannot be asked."""
+
+    host: str
+    machine: str
+    address: str = ""
+    port: int = 0
+    token: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A question or its answer.
 
     Attributes:
-        processor_s: processor time.
-        moved_bytes: bytes read from files and written to them.
-        in_disk_wait: a thread waits for a disk: an fsync, a page that is not in memory.
+        lane: see `watcher`.
+        token: of the rank that is asked, which answers no one else.
+        verdict: of the sender; empty: none.
+        position: of the rank that answers, or of one that asks and has ended.
     """
 
-    processor_s: float
-    moved_bytes: int
-    in_disk_wait: bool
+    lane: str = ""
+    token: str = ""
+    verdict: str = ""
+    position: Position | None = None
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
-    def now(cls) -> Work:
-        # Without the calling thread: it checks more often if `stall_s` is small.
-        processor_s, moved_bytes, in_disk_wait = time.process_time() - time.thread_time(), 0, False
-        with suppress(psutil.Error, OSError):  # for example, no descriptor left
-            this = psutil.Process()
-            for process in (this, *this.children(recursive=True)):
-                with suppress(psutil.Error, OSError):
-                    if process is not this:
-                        times = process.cpu_times()
-                        processor_s += times.user + times.system
-                    if hasattr(process, "io_counters"):  # not on macOS
-                        counted = process.io_counters()
-                        moved_bytes += counted.read_bytes + counted.write_bytes
-                    in_disk_wait |= process.status() == psutil.STATUS_DISK_SLEEP
-        return cls(processor_s, moved_bytes, in_disk_wait)
-
-    def has_grown(self, before: Work, within_s: float) -> bool:
-        """Return True if the process has done something since `before`, `within_s` earlier."""
-        return (
-            self.processor_s - before.processor_s > max(_JIFFIES_S, 0.05 * within_s)
-            or self.moved_bytes - before.moved_bytes > _MOVED_BYTES
-            or self.in_disk_wait
-        )
+    def of_bytes(cls, text: bytes) -> Message:
+        """Raises:
+        ValueError: not a message.
+        """
+        try:
+            found = json.loads(text)
+            position = found.pop("position")
+            return cls(**found, position=position and Position(**position))
+        except (TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise ValueError("not a message") from error
 
 
-_JIFFIES_S = 0.02  # times of children come in steps of this length
-_MOVED_BYTES = 1 << 20  # fewer, such as log lines, are no progress
+class Listener:
+    """The port of this rank, and the thread that answers there.
+
+    Args:
+        address: of this host; empty: no rank can ask this one.
+        answer: called in the thread.
+    """
+
+    def __init__(self, address: str, answer: Callable[[Message], Message]) -> None:
+        self._answer = answer
+        self._socket: socket.socket | None = None
+        self.card = Card(socket.gethostname(), _machine())
+        with suppress(OSError):
+            if address:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                self._socket = socket.create_server((address, 0), family=family, backlog=4096)
+                port = self._socket.getsockname()[1]
+                self.card = Card(self.card.host, self.card.machine, address, port, secrets.token_hex())
+                threading.Thread(target=self._serve, name="hf_zero positions", daemon=True).start()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # wakes the thread
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+
+    def _serve(self) -> None:
+        while self._socket is not None and self._socket.fileno() != -1:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed, or no descriptor is left
+                time.sleep(0.05)
+                continue
+            with suppress(OSError, TypeError, ValueError), connection, connection.makefile("rb") as lines:
+                connection.settimeout(ANSWER_S)
+                question = Message.of_bytes(lines.readline(_MOST_BYTES))
+                if hmac.compare_digest(question.token, self.card.token):
+                    connection.sendall(self._answer(question).to_bytes())
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+class Contact(Enum):
+    """How far a question came."""
+
+    UNREACHABLE = auto()
+    """The host does not answer."""
+    GONE = auto()
+    """The host answers that it has no such process."""
+    SILENT = auto()
+    """The process does not answer."""
+    ANSWERED = auto()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a question."""
+
+    contact: Contact
+    message: Message | None = None
+
+
+def ask(questions: Sequence[tuple[Card, bytes]], limit_s: float = ANSWER_S) -> list[Reply]:
+    """Ask ranks, all at the same time. An empty question only finds out if the host answers.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+    replies = []
+    for start in range(0, len(questions), _AT_ONCE):
+        replies += _ask(questions[start : start + _AT_ONCE], limit_s)
+    return replies
+
+
+def _ask(questions: Sequence[tuple[Card, bytes]], limit_s: float) -> list[Reply]:
+    contacts, texts = [Contact.UNREACHABLE] * len(questions), [b""] * len(questions)
+    until = time.perf_counter() + limit_s
+    with ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        for number, (card, _) in enumerate(questions):
+            family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+            connection = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            connection.setblocking(False)
+            code = connection.connect_ex((card.address, card.port))
+            if code in (0, errno.EINPROGRESS):
+                waiting.register(connection, selectors.EVENT_WRITE, number)
+            elif code == errno.ECONNREFUSED:
+                contacts[number] = Contact.GONE
+        while waiting.get_map() and (left_s := until - time.perf_counter()) > 0:
+            for key, events in waiting.select(left_s):
+                connection, number, question = key.fileobj, key.data, questions[key.data][1]
+                try:
+                    if events & selectors.EVENT_WRITE:
+                        if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                            raise OSError(code, os.strerror(code))  # the number determines the subclass
+                        contacts[number] = Contact.SILENT
+                        connection.sendall(question)
+                        waiting.modify(connection, selectors.EVENT_READ, number)
+                        ended = not question
+                    else:
+                        part = connection.recv(_MOST_BYTES)
+                        texts[number] += part
+                        ended = not part
+                except (ConnectionRefusedError, ConnectionResetError):
+                    contacts[number], ended = Contact.GONE, True
+                except OSError:
+                    ended = True
+                if ended:
+                    waiting.unregister(connection)
+    return [_reply(contact, text) for contact, text in zip(contacts, texts)]
+
+
+def _reply(contact: Contact, text: bytes) -> Reply:
+    with suppress(ValueError):
+        if text:
+            return Reply(Contact.ANSWERED, Message.of_bytes(text))
+    return Reply(contact)
+
+
+# Addresses ----------------------------------------------------------------------------------------------------------
+
+
+def own_address(store: tuple[str, int] | None) -> str:
+    """Return the address under which other ranks reach this one: gloo's interface, or the route to the store.
+
+    Args:
+        store: host name and port of the process group's store, if it has them.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for each in psutil.net_if_addrs().get(interface, ()):
+        if each.family == socket.AF_INET:
+            return each.address
+    try:
+        if store is None:
+            return socket.gethostbyname(socket.gethostname())
+        family, kind, protocol, _, address = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as route:
+            route.connect(address)  # sends nothing
+            found = str(route.getsockname()[0]).removeprefix("::ffff:")
+    except OSError:
+        return "127.0.0.1"
+    # The host of the store may know its own name as a loopback address only.
+    return next((here for (here, _), _ in _connections()), found) if ip_address(found).is_loopback else found
+
+
+def hosts_at_store(store: tuple[str, int] | None) -> list[Card]:
+    """Return the other hosts that this process is connected to through the store, for ranks that have not met yet."""
+    found = {}
+    for (_, here_port), (there, there_port) in _connections() if store else ():
+        if store and store[1] in (here_port, there_port):  # clients refuse a connection: that is an answer, too
+            found[there] = Card(there, there, there, there_port)
+    return [*found.values()]
+
+
+def _machine() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _connections() -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Return this process's TCP connections to private addresses of other hosts: address and port here and there."""
+    found = []
+    with suppress(psutil.Error, OSError, ValueError):
+        for each in psutil.Process().net_connections("tcp"):
+            if each.status == psutil.CONN_ESTABLISHED and each.raddr:
+                here, there = (end.ip.removeprefix("::ffff:") for end in (each.laddr, each.raddr))
+                if here != there and not ip_address(there).is_loopback and ip_address(there).is_private:
+                    found.append(((here, int(each.laddr.port)), (there, int(each.raddr.port))))
+    return found

@@ -16,13 +16,11 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from .direct import Reader
 from .inflight import Latch
-from .mail import server_of
 from .watch import Watch
 from .watcher import Watcher
 
 _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which torchrun, accelerate and the MPI launchers pass the number of processes that they start."""
-_WATCH = "hf_zero/watch"
 _INTERRUPT_TAG = (1 << 31) - 1
 
 # One thread per process group: a rank may wait in one wire for another rank that is in a call of another wire.
@@ -79,9 +77,10 @@ def watcher_of(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher
     found = _WATCHERS.get(home)
     if found is None:
         store: Any = dist.distributed_c10d._get_default_store()
-        server = server_of(store)
-        endpoint = (server.host, server.port) if isinstance(server, dist.TCPStore) else None
-        found = Watcher(home, store, endpoint, _WATCH, dist.get_rank(), dist.get_world_size(), stall_s)
+        while hasattr(store, "underlying_store"):  # under the prefixes
+            store = store.underlying_store
+        endpoint = (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+        found = Watcher(home, endpoint, dist.get_rank(), dist.get_world_size(), stall_s)
         _WATCHERS[home] = found
     elif stall_s is not None:
         found.stall_s = stall_s

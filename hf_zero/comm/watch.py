@@ -1,4 +1,4 @@
-"""Blocking waits for other ranks: counted, published by the watcher, and ended with a `StallError`.
+"""Blocking waits for other ranks: counted, reported by the watcher, and ended with a `StallError`.
 
 Before each blocking wait a wire stores one object, `Watch.at`. Nothing else happens in a step; see `watcher`.
 """
@@ -6,20 +6,20 @@ Before each blocking wait a wire stores one object, `Watch.at`. Nothing else hap
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from ..errors import StallError
 from .inflight import Counters
-from .position import NETWORK, SAME_STEPS, Position
 
 STALL_S = 30.0
 """For wires that are opened before an engine's settings are known."""
 
-SLOW = 10
+SLOW = 20
 """A rank that waits for no other or does not answer, and ranks that all wait for the same (a long transfer), get this many
-times `stall_s`: they may continue by themselves. Meanwhile the waiting ranks report on stderr whom they wait for."""
+times `stall_s`: they may continue by themselves. Meanwhile the waiting ranks log whom they wait for. With the default
+`stall_s` it is NCCL's own limit, 10 minutes."""
 
 _BROKEN = (
     "closed by peer",
@@ -32,22 +32,17 @@ _BROKEN = (
     "Network is unreachable",
     "Socket closed",
 )
-_LOST = "Read the output of the other ranks, above or in their logs: the first error there is the cause"
 
 
 class Lane(Protocol):
-    """The waits of one thread. Each call returns within seconds, also if no rank can be reached."""
+    """The waits of one thread."""
 
-    def ask_for_verdict(self) -> str | None:
-        """Return why this rank cannot continue, if that is known."""
+    def explain_error(self, *, is_lost: bool) -> str | None:
+        """Return why this rank cannot continue after a wait failed, if that is known. Returns within seconds.
 
-    def position(self) -> Position: ...
-
-    def ended(self, engine: int) -> Sequence[Position]:
-        """Return the positions of ranks that have released an engine."""
-
-    def unreachable(self) -> str:
-        """Return which hosts cannot be reached; empty: none is known."""
+        Args:
+            is_lost: the connection to another rank has broken.
+        """
 
 
 class Wait:
@@ -138,17 +133,6 @@ class Watch:
 
     def explained(self, error: RuntimeError) -> Exception:
         """Return the exception to raise for an error that ended a wait."""
-        lane = self.lane
-        if self.verdict is None and lane is not None:
-            self.verdict = lane.ask_for_verdict()
-        if self.verdict is not None:
-            return self.error()
-        if lane is None or not any(word in str(error) for word in _BROKEN):
-            return error
-        here = lane.position()
-        ended = "; ".join(f"rank {each.rank} {each}" for each in lane.ended(self.engine))
-        lost = lane.unreachable()
-        return StallError(
-            f"rank {here.rank}, {here}: the connection to another rank has broken. "
-            + (f"{lost}. {NETWORK}" if lost else f"{ended}. {SAME_STEPS}" if ended else _LOST)
-        )
+        if self.verdict is None and self.lane is not None:
+            self.verdict = self.lane.explain_error(is_lost=any(word in str(error) for word in _BROKEN))
+        return error if self.verdict is None else self.error()

@@ -1,13 +1,8 @@
-"""Find waits for other ranks that will not end, and end them on every rank with the same error.
+"""Find waits for other ranks that will not end, and end them on every rank with a `StallError`.
 
 One daemon thread per process group, the `Watcher`, checks the watches of all wires once a tick. A rank that waits for long asks
-for positions through the process group's store (`mail`). Then every rank publishes what it waits for, where user code is, and
-whether it makes progress: its waits end, it or its children use the processor or a disk, or a debugger has stopped it. If all
-ranks wait for others and none has made progress for `stall_s`, the ranks have diverged. The first rank to find that posts a
-verdict, and every rank raises it as a `StallError`.
-
-The watcher's thread never calls the store, which may be behind a cut link. Connections of its own (`links`) show which hosts
-can be reached. If a host does not answer for most of `stall_s`, waits of `stall_s` end on both sides.
+every other rank for its position (`position`). Three facts end the wait: a rank has ended; a host has not answered for most of
+`stall_s`; no rank has moved for `stall_s`. The rank that finds one sends its verdict to all others before it raises.
 
 Waits of one thread are one *lane*, because a thread is at one position at a time: the training loop's, over all wires of the
 process group, and that of each wire that saves a checkpoint behind training.
@@ -15,46 +10,55 @@ process group, and that of each wire that saves a checkpoint behind training.
 
 from __future__ import annotations
 
+import logging
 import os
-import socket
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from threading import Event
 from typing import Any
 
-from ..errors import StallError
-from .links import Link, Links
-from .mail import FIRST_S, Box, Mail
 from .position import (
-    DIVERGED,
-    NETWORK,
-    SILENT,
+    ANSWER_S,
+    Card,
+    Contact,
+    Listener,
+    Message,
     Position,
-    Work,
-    explain,
-    is_debugged,
+    Reply,
+    ask,
+    hosts_at_store,
     last_error,
+    own_address,
     ranks_text,
     torch_wait,
     user_code,
 )
 from .watch import SLOW, STALL_S, Watch
 
+_log = logging.getLogger(__name__)
+
 _TICKS = 12
 """Checks per `stall_s`."""
-_ENDED_S = 3.0
+_ASKS_EACH_S = 200
+"""Ranks that one rank asks per second, at most about so many."""
+_ASK_S = 3.0
 """A wait this long asks for positions. Messages that a rank sent before it ended have arrived by then."""
-_CARDS_S = 1.0
-"""Wait for the ranks' cards, before the store's connections are used."""
 _SILENT = 0.7
 """A host without an answer for this part of `stall_s` cannot be reached."""
-_POST_S = 2.0
-"""Time that a verdict waits for the store. Every rank raises the first one that is posted."""
+_LEAVE_S = 0.5
+"""Time that a rank takes to report its end."""
+
+_SAME_STEPS = "Every rank needs the same number of batches, and an exception on one rank ends all"
+_DIVERGED = (
+    "Every rank makes the same calls in the same order. Look for a collective inside `if rank == 0`, and for a batch, a step "
+    "or a layer that one rank left out"
+)
+_NO_ANSWER = "Find out why that process does not answer, then start all ranks again from the last checkpoint"
+_NETWORK = "Restore the network or that host, then start all ranks again from the last checkpoint"
+_LOST = "Read the output of the other ranks, above or in their logs: the first error there is the cause"
 _WORDS = {
     "gather": "the parameters of {}",
     "reduce": "the gradients of {}",
@@ -64,67 +68,77 @@ _WORDS = {
 }
 
 
+@dataclass
+class _Peer:
+    """Another rank, or before the ranks have met another host.
+
+    Attributes:
+        rank: None: not known yet.
+        is_far: there is a network between it and this rank.
+        is_known: it has been connected before. One that never was (a firewall) counts as unknown, not as unreachable.
+        silent: since when its host has not answered; None: it answers.
+        is_gone: its process has ended.
+        ended: position that it reported at its end.
+    """
+
+    card: Card
+    rank: int | None
+    is_far: bool
+    is_known: bool = False
+    silent: float | None = None
+    is_gone: bool = False
+    ended: Position | None = None
+
+    def note(self, contact: Contact, began: float) -> None:
+        """Record what came of a question that was sent at `began`."""
+        self.is_known |= contact in (Contact.SILENT, Contact.ANSWERED)
+        self.is_gone |= contact is Contact.GONE and self.is_known and self.rank is not None
+        if contact is not Contact.UNREACHABLE:
+            self.silent = None
+        elif self.is_far and self.is_known:
+            self.silent = self.silent or began
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which its host has not answered; 0: it answers, or is not known."""
+        return 0.0 if self.silent is None else time.perf_counter() - self.silent
+
+
 class Watcher:
     """Checks all watches of this process over one process group and its side groups, until the group is freed.
 
     Args:
         owner: the process group.
-        store: its `torch.distributed.Store`.
-        endpoint: host name and port of the store, if it has them.
-        prefix: of keys in the store.
+        store: host name and port of its store, if it has them.
         rank, size: of this process.
         stall_s: limit of waits; 0: not watched.
 
     Attributes:
+        card: of this rank.
         engines: number of engines so far.
         groups: process groups of some ranks, by all groups of their kind: this rank's one of each.
     """
 
     def __init__(
-        self,
-        owner: object,
-        store: Any,
-        endpoint: tuple[str, int] | None,
-        prefix: str,
-        rank: int,
-        size: int,
-        stall_s: float | None = None,
+        self, owner: object, store: tuple[str, int] | None, rank: int, size: int, stall_s: float | None = None
     ) -> None:
         self.rank, self.size = rank, size
         self.stall_s = STALL_S if stall_s is None else stall_s
         self.engines = 0
         self.groups: dict[str, Any] = {}
         self.lanes: dict[str, _Lane] = {}
-        self.stop = Event()
-        self.links = Links()
-        self.endpoint = endpoint
-        self._store_link: Link | None = None
-        self._store_address: Any = None
-        self._began = time.perf_counter()
-        self.mail = Mail(store, prefix, rank, size, lambda: list(self.lanes.values()), self._mail_tick_s)
+        self._met: float | None = None
+        self.hosts: list[str] = []
+        self.calm = 0.0
+        """When a host was last found unreachable. TCP sends lost bytes again within the length of a cut."""
+        self._store = store
+        self._peers: dict[int, _Peer] = {}
+        self._listener = Listener(own_address(store), self._answer)
+        self.card = self._listener.card
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_zero watch", daemon=True)
-        self.mail.start()
         self._thread.start()
-        # Runs at exit too: a daemon thread inside the store's C++ code would abort the process when Python ends.
-        weakref.finalize(owner, self._end, os.getpid())
-
-    @property
-    def fault(self) -> str | None:
-        """Return why a rank cannot be watched; None: all are."""
-        return self.mail.fault
-
-    def open(self, stall_s: float) -> None:
-        """Wait for the store's first answer.
-
-        Raises:
-            StallError: it does not come.
-        """
-        self.stall_s = stall_s
-        limit_s = stall_s or STALL_S
-        if not self.mail.opened.wait(limit_s):
-            what = self.unreachable(0) or f"the process group's store{self.at} has not answered for {limit_s:.0f} s"
-            self.mail.close(0)
-            raise StallError(f"rank {self.rank} on {socket.gethostname()}, in zero.shard: {what}. {NETWORK}")
+        weakref.finalize(owner, self._end, os.getpid())  # runs at exit, too
 
     def join(self, watch: Watch, lane: str) -> None:
         """Check this watch too, until it is freed.
@@ -136,137 +150,138 @@ class Watcher:
             self.lanes = {**self.lanes, lane: _Lane(self, lane)}
         self.lanes[lane].join(watch)
 
-    def agree(self, stall_s: float, prefix: str, faults: Sequence[str]) -> None:
-        """Use the values that the ranks have agreed on. A single rank without a watch would seem to have ended.
+    def meet(self, cards: Sequence[Card]) -> None:
+        """Use the cards of all ranks, by rank."""
+        self._peers = {
+            rank: _Peer(card, rank, card.machine != self.card.machine)
+            for rank, card in enumerate(cards)
+            if card != self.card and card.address
+        }
+        self.hosts = [card.host for card in cards]
+        self._met = time.perf_counter()
 
-        Args:
-            stall_s: seconds without progress after which ranks have diverged; 0: waits are not watched.
-            prefix: rank 0's.
-            faults: of ranks that cannot be watched.
-        """
-        self.stall_s = stall_s
-        if faults:
-            self.mail.fault = faults[0]
-            self.stop.set()
-        else:
-            self.mail.adopt(prefix)
+    @property
+    def has_met(self) -> bool:
+        """Return whether the ranks have exchanged their cards."""
+        return self._met is not None
 
     @property
     def tick_s(self) -> float:
-        return min(1.0, max(0.05, (self.stall_s or STALL_S) / _TICKS))
+        return max(min(1.0, max(0.05, (self.stall_s or STALL_S) / _TICKS)), self.size / _ASKS_EACH_S)
 
-    def _mail_tick_s(self) -> float:
-        return self.tick_s if self.stall_s > 0 and self.fault is None else 0.0
+    # In any thread --------------------------------------------------------------------------------------------------
 
-    @property
-    def at(self) -> str:
-        return f" at {self.endpoint[0]}:{self.endpoint[1]}" if self.endpoint else ""
+    def question_all(self, message: Message, limit_s: float = ANSWER_S) -> dict[int, Reply]:
+        """Send a message to all other ranks. Return what came of it by rank.
 
-    def unreachable(self, at_least_s: float) -> str:
+        Raises:
+            OSError: no descriptor is left.
+        """
+        began, peers = time.perf_counter(), [*self._peers.values()]
+        questions = [
+            (peer.card, b"" if peer.rank is None else replace(message, token=peer.card.token).to_bytes())
+            for peer in peers
+        ]
+        replies = ask(questions, limit_s)
+        for peer, reply in zip(peers, replies):
+            peer.note(reply.contact, began)
+            if peer.silent is not None:
+                self.calm = time.perf_counter()
+        return {peer.rank: reply for peer, reply in zip(peers, replies) if peer.rank is not None}
+
+    def peer(self, rank: int) -> _Peer | None:
+        return self._peers.get(rank)
+
+    def ended(self) -> list[int]:
+        """Return the ranks that have ended."""
+        return [rank for rank, peer in self._peers.items() if peer.is_gone or peer.ended is not None]
+
+    def unreachable(self, at_least_s: float = 0.0) -> str:
         """Return which hosts have not answered for `at_least_s`; empty: none is known."""
-        now = time.perf_counter()
-        lost = self.links.lost(now)
-        store_s = 0.0 if self._store_link is None else self._store_link.silent_s(now)
-        longest_s = max((store_s, *(silent_s for _, _, silent_s in lost)))
-        if longest_s == 0 or longest_s < at_least_s:
+        lost = [peer for peer in self._peers.values() if peer.silent_s]
+        longest_s = max((peer.silent_s for peer in lost), default=0.0)
+        if not lost or longest_s < at_least_s:
             return ""
-        hosts = ", ".join(f"{host} ({ranks_text(ranks)})" if ranks else host for host, ranks, _ in lost)
-        hosts = hosts or f"the host of the process group's store{self.at}"
-        return f"{hosts} cannot be reached from {socket.gethostname()}: no answer for {longest_s:.0f} s"
+        ranks: dict[str, list[int]] = {}
+        for peer in lost:
+            ranks.setdefault(peer.card.host, []).extend([] if peer.rank is None else [peer.rank])
+        hosts = ", ".join(f"{host} ({ranks_text(each)})" if each else host for host, each in ranks.items())
+        return f"{hosts} cannot be reached from {self.card.host}: no answer for {longest_s:.0f} s"
 
-    # In the thread --------------------------------------------------------------------------------------------------
+    # In the listener's thread ---------------------------------------------------------------------------------------
+
+    def _answer(self, question: Message) -> Message:
+        lane, asker = self.lanes.get(question.lane), question.position
+        if asker is not None and asker.rank in self._peers:
+            self._peers[asker.rank].ended = asker
+        if lane is None:
+            return Message()
+        if question.verdict and lane.verdict is None:
+            lane.received = question.verdict
+        return Message(verdict=lane.verdict or "", position=lane.position())
+
+    # In the watcher's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self.mail.card = self.links.listen(self.endpoint)
-        if self.endpoint is not None:
-            with suppress(OSError):  # resolved now, while the network works
-                self._store_address = socket.getaddrinfo(*self.endpoint, type=socket.SOCK_STREAM)[0][4][:2]
-        while not self.stop.wait(FIRST_S if self._is_starting() else self.tick_s):
+        while not self._stop.wait(self.tick_s):
             try:
-                if self.stall_s > 0 and self.fault is None:
-                    self._check(time.perf_counter())
+                if self.stall_s > 0:
+                    self._check()
             except Exception:  # such as no descriptors; must continue: without this thread no wait would end
-                continue
-        self.links.close()
-        if self._store_link is not None:
-            self._store_link.close()
+                _log.debug("the stall watch failed", exc_info=True)
 
-    def store_silent_s(self, now: float) -> float:
-        silent_s = now - self.mail.answered
-        return silent_s if silent_s > max(1.0, 3 * self.tick_s) else 0.0
+    def _check(self) -> None:
+        if not self._met and not self._peers:
+            self._peers = {
+                -number: _Peer(card, None, is_far=True, is_known=True)
+                for number, card in enumerate(hosts_at_store(self._store))
+            }
+        is_new = self._met is not None and time.perf_counter() - self._met < STALL_S
+        if is_new and not all(peer.is_known for peer in self._peers.values()):  # while the network works
+            self.question_all(Message())
+        for lane in self.lanes.values():
+            lane.check(time.perf_counter())
 
-    def _is_starting(self) -> bool:
-        """Return True until all hosts have been reached, for `STALL_S` at most."""
-        return not self.links.are_known and time.perf_counter() - self._began < STALL_S
-
-    def _check(self, now: float) -> None:
-        if self.mail.cards and not self.links.hosts:
-            self.links.connect(self.mail.cards, self.rank)
-        elif not (self.mail.cards or self.links.has_clients) and self.endpoint and now - self._began > _CARDS_S:
-            self.links.connect_to_clients(self.endpoint[1])
-        self.links.check(now, self.stall_s)
-        if self.store_silent_s(now) == 0 or self._store_address is None:
-            if self._store_link is not None:
-                self._store_link.close()
-            self._store_link = None
-        else:
-            if self._store_link is None:
-                self._store_link = Link(*self._store_address, is_known=True)
-            self._store_link.check(now, self.stall_s)
-        for lane in list(self.lanes.values()):
-            if lane.verdict is None:
-                lane.check(now)
-            else:
-                lane.end_torch_wait(now)
-
-    def finish(self, verdict: str, lanes: Sequence[_Lane], *, is_cut: bool = False) -> None:
-        """Raise `verdict` in the threads that wait.
-
-        Args:
-            is_cut: other ranks or the store cannot be reached.
-        """
+    def finish(self, verdict: str, lanes: Sequence[_Lane]) -> None:
+        """Raise `verdict` in the threads that wait, on all ranks that can be reached."""
         # Must reach all wires before one wait is broken: that wait, and any that begins next, raises the verdict.
         for lane in lanes:
-            lane.adopt(verdict)
-        if is_cut:
-            self.mail.close(2 * self.tick_s)  # other ranks on this side of the cut raise the same verdict
-        elif any(lane.waited_s() for lane in lanes):
-            self.stop.wait(2 * self.tick_s)  # other ranks must read the verdict before this rank's connections break
+            lane.verdict = verdict
         for lane in lanes:
-            lane.interrupt()
+            self.question_all(Message(lane.name, verdict=verdict))
+        for lane in lanes:
+            lane.end_waits(verdict)
 
     def _end(self, process: int) -> None:
-        if os.getpid() != process:  # a forked child does not have the thread and must not use the connection
+        if os.getpid() != process:  # a forked child has no such threads
             return
-        is_silent = self.store_silent_s(time.perf_counter()) > _ENDED_S
-        self.stop.set()
+        self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(10)
-        self.mail.close(0.1 if is_silent and self._mail_tick_s() else 10)
+        if self.stall_s and "" in self.lanes:
+            with suppress(OSError):  # no descriptor is left
+                self.question_all(Message(position=self.lanes[""].position(ended=True)), _LEAVE_S)
+        self._listener.close()
 
 
 class _Lane:
     """The waits of one thread, over any number of wires.
 
-    Args:
-        watcher: of the process group.
-        name: in keys; empty: the main thread's.
+    Attributes:
+        name: the same on every rank; empty: the main thread's.
+        verdict: why this rank cannot continue.
+        received: the verdict of another rank.
     """
 
     def __init__(self, watcher: Watcher, name: str) -> None:
         self.name = name
-        self.box = Box()
         self.verdict: str | None = None
+        self.received: str | None = None
         self._watcher = watcher
         self._watches: tuple[weakref.ref[Watch], ...] = ()
         self._purposes: list[str] = []
-        self._newest = 0
-        self._heard: dict[int, _Heard] = {}
-        self._progress = 0
-        self._before: tuple[int, object, Work | None] = (0, None, None)
-        self._in_torch: tuple[str, int, float] = ("", 0, 0.0)
-        self._has_ended_torch = False
-        self._reported_s = self._proposed = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._reported_s = 0.0
 
     def join(self, watch: Watch) -> None:
         self._watches = (*(each for each in self._watches if each() is not None), weakref.ref(watch))
@@ -275,218 +290,181 @@ class _Lane:
     def _open(self) -> list[Watch]:
         return [watch for each in self._watches if (watch := each()) is not None]
 
-    def _current(self) -> Watch | None:
-        """Return the watch that waits, else the one that waited last."""
-        watches = self._open()
-        waiting = [watch for watch in watches if watch.at is not None]
-        return max(waiting or watches, key=lambda watch: watch.last, default=None)
-
-    def waited_s(self) -> float:
-        watch = self._current()
-        at = None if watch is None else watch.at
-        return 0.0 if at is None else time.perf_counter() - at.started
-
     def position(self, *, ended: bool = False) -> Position:
-        watch = self._current() or Watch()
+        watches = self._open()
+        # The one that waits, else the one that waited last.
+        waiting = [watch for watch in watches if watch.at is not None]
+        watch = max(waiting or watches, key=lambda each: each.last, default=None) or Watch()
         at = watch.at
         waits_for = "" if ended or self.name else torch_wait()
         if at is not None:
             waits_for = _WORDS.get(at.kind, "all ranks").format(watch.units.get(at.tag, "a unit"))
-        engines = tuple(each.engine for each in self._open() if each.engine)
-        self._newest = max((self._newest, *engines))
         return Position(
             rank=self._watcher.rank,
             step=watch.step,
             phase=watch.phase,
             waits_for=waits_for,
-            among="" if at is None else watch.among.get(at.kind, ""),
             purpose=self._purposes[-1] if self._purposes else "",
             code=last_error() if ended else user_code(),
-            progress=self._progress,
-            ended=ended,
-            answers=self._watcher.mail.asked,
+            waits=sum(each.done for each in watches),
             engine=watch.engine,
-            newest=self._newest,
-            engines=engines,
+            among="" if at is None else watch.among.get(at.kind, ""),
+            ended=ended,
         )
-
-    # In the store's thread ------------------------------------------------------------------------------------------
-
-    def asks(self) -> bool:
-        return self.verdict is None and self.waited_s() > min(self._watcher.stall_s / 3, _ENDED_S)
-
-    def answer(self, work: Work) -> Position:
-        watches = self._open()
-        at = next((watch.at for watch in watches if watch.at is not None), None)
-        done = sum(watch.done for watch in watches)
-        before_done, before_at, before = self._before
-        works = at is None and ((before is not None and work.has_grown(before, self._watcher.tick_s)) or is_debugged())
-        if done != before_done or at is not before_at or works:
-            self._progress += 1
-        self._before = (done, at, work)
-        return self.position()
 
     # In the watcher's thread ----------------------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
-        """End this rank's wait if no rank can continue."""
-        if self.box.posted is not None:
-            self._watcher.finish(self.box.posted, [self])
+        """End this rank's wait if it will not end by itself."""
+        watcher, stall_s = self._watcher, self._watcher.stall_s
+        if self.verdict is not None:
             return
-        waited_s, stall_s = self.waited_s(), self._watcher.stall_s
-        blocked_s = max(waited_s, self._in_torch_s(now))
-        if blocked_s > stall_s and (unreachable := self._watcher.unreachable(_SILENT * stall_s)):
-            lanes = [lane for lane in self._watcher.lanes.values() if lane.verdict is None]
-            self._watcher.finish(self.explain(unreachable, NETWORK), lanes, is_cut=True)
-        elif waited_s <= min(stall_s / 3, _ENDED_S):
-            self._heard.clear()
+        if self.received is not None:
+            self.end_waits(self.received)
+            return
+        waited_s = max((now - at.started for watch in self._open() if (at := watch.at) is not None), default=0.0)
+        if waited_s <= min(stall_s / 3, _ASK_S):
+            self._seen.clear()
             self._reported_s = stall_s
-            self.box.proposal = None
-        elif self.box.proposal is None:
-            self.box.proposal, self._proposed = self._judge(now, waited_s, stall_s), now
-        elif now - self._proposed > _POST_S:  # the store does not answer
-            self._watcher.finish(self.box.proposal, [self], is_cut=True)
+            return
+        replies, theirs = self._ask_all()
+        for rank in range(watcher.size):
+            self._seen.setdefault(rank, _Seen(now)).note(replies.get(rank), now)
+        if waited_s > stall_s and (lost := watcher.unreachable(_SILENT * stall_s)):
+            lanes = [lane for lane in watcher.lanes.values() if lane.verdict is None]
+            watcher.finish(self._explain(lost, _NETWORK), lanes)
+        elif theirs is not None:
+            self.end_waits(theirs)
+        elif verdict := self._judge(now, waited_s, stall_s):
+            watcher.finish(verdict, [self])
 
-    def adopt(self, verdict: str) -> None:
-        self.verdict = self.box.proposal = verdict
-        for watch in self._open():
-            watch.verdict = verdict
-
-    def interrupt(self) -> None:
+    def end_waits(self, verdict: str) -> None:
         """End the waits with an error, whose reason is the verdict."""
-        for watch in self._open():
+        self.verdict = verdict
+        watches = self._open()
+        for watch in watches:
+            watch.verdict = verdict
+        for watch in watches:
             if watch.at is not None:
                 watch.interrupt()
 
-    def end_torch_wait(self, now: float) -> None:
-        """End a wait of user code in torch.distributed, after the verdict. It raises torch's error: print the verdict."""
-        if self._has_ended_torch or self._in_torch_s(now) <= _ENDED_S:
-            return
-        self._has_ended_torch = True
-        _print(f"hf_zero: {self.verdict}")
-        for watch in self._open():
-            watch.interrupt()
-
-    def _in_torch_s(self, now: float) -> float:
-        """Return for how long the main thread has been in a collective of torch that user code called."""
-        call = "" if self.name else torch_wait()
-        done = sum(watch.done for watch in self._open())
-        if not call or (call, done) != self._in_torch[:2]:
-            self._in_torch = (call, done, now)
-        return now - self._in_torch[2] if call else 0.0
+    def _ask_all(self) -> tuple[dict[int, Reply], str | None]:
+        """Return the replies of all other ranks, and a verdict of one of them."""
+        replies = self._watcher.question_all(Message(self.name))
+        verdicts = [reply.message.verdict for reply in replies.values() if reply.message is not None]
+        return replies, next(filter(None, verdicts), None)
 
     def _judge(self, now: float, waited_s: float, stall_s: float) -> str | None:
-        """Return why no rank can continue; None while one may."""
-        watch = self._current()
-        at = None if watch is None else watch.at
-        if watch is None or at is None:  # it has ended just now
+        """Return why this rank cannot continue; None while it may."""
+        watcher, here = self._watcher, self.position()
+        if (ended := watcher.ended()) and waited_s > min(stall_s, _ASK_S):
+            return self._explain(f"{ranks_text(ended)} has ended, but other ranks wait for it", _SAME_STEPS)
+        positions = [seen.position for _, seen in sorted(self._seen.items())]
+        positions[here.rank] = here
+        late = [
+            rank
+            for rank, seen in self._seen.items()
+            if rank != here.rank and now - seen.moved <= stall_s * _patience(seen, positions)
+        ]
+        if waited_s <= stall_s:
             return None
-        positions = [*self.box.positions] if self.box.fetched > at.started else [None] * self._watcher.size
-        late = []
-        for rank, found in enumerate(positions):
-            if rank not in self._heard:
-                self._heard[rank] = _Heard(found, now, now)
-            position = positions[rank] = self._heard[rank].hear(found, now, 3 * self._watcher.tick_s)
-            if position is not None and position.has_released(watch.engine):
-                positions[rank] = replace(position, ended=True)
-            elif rank != self._watcher.rank and now - self._heard[rank].moved <= stall_s * _patience(
-                position, positions
-            ):
-                late.append(rank)
-        ended = any(position is not None and position.ended for position in positions)
-        if waited_s <= (min(_ENDED_S, stall_s) if ended else stall_s):
-            return None
-        links = self._watcher.links
-        if waited_s < SLOW * stall_s and (self._watcher.unreachable(0) or now - links.healed < stall_s):
-            # TCP sends lost bytes again within the length of the cut.
-            late = late or [rank for rank in range(len(positions)) if rank != self._watcher.rank]
-        if late and not ended:
+        # A host that is back: what was lost arrives within `stall_s`. One that is not is found by `unreachable`.
+        if late or now - watcher.calm < stall_s:
             if waited_s > self._reported_s:
                 self._reported_s = 2 * waited_s
-                self._report(waited_s, [(rank, positions[rank]) for rank in late])
+                self._report(waited_s, here, late)
             return None
-        if (silent_s := self._watcher.store_silent_s(now)) > stall_s:
-            what = f"the process group's store{self._watcher.at} has not answered for {silent_s:.0f} s"
-            return self.explain(f"{what}, and this rank waits for {waited_s:.0f} s", SILENT, positions)
-        return self.explain(f"ranks have diverged: no rank has made progress for {waited_s:.0f} s", DIVERGED, positions)
+        if silent := [rank for rank, seen in self._seen.items() if seen.is_silent and rank != here.rank]:
+            what = f"{ranks_text(silent)} does not answer, and rank {here.rank} has waited {waited_s:.0f} s"
+            return self._explain(what, _NO_ANSWER)
+        return self._explain(f"ranks have diverged: no rank has made progress for {waited_s:.0f} s", _DIVERGED)
 
-    def explain(self, what: str, advice: str, positions: Sequence[Position | None] = ()) -> str:
+    def _line(self, rank: int) -> str:
+        """Return what is known of a rank."""
+        peer, seen = self._watcher.peer(rank), self._seen.get(rank)
+        position = None if seen is None else seen.position
+        last = "" if position is None else f"; last known: {position}"
+        if rank == self._watcher.rank:
+            return str(self.position())
+        if peer is not None and peer.ended is not None:
+            return str(peer.ended)
+        if peer is not None and peer.is_gone:
+            return f"its process has ended{last}"
+        if peer is not None and peer.silent_s:
+            return f"cannot be reached for {peer.silent_s:.0f} s{last}"
+        if seen is None or position is None:
+            return "no answer so far"
+        silent_s = time.perf_counter() - seen.answered
+        return f"{position}" + (f"; no answer for {silent_s:.0f} s" if seen.is_silent else "")
+
+    def _explain(self, what: str, advice: str) -> str:
         """Return a verdict: what happened, the position of each rank, and what to do."""
         watcher = self._watcher
-        found = [*(positions or self.box.positions or [None] * watcher.size)]
-        found[watcher.rank] = self.position()
-        silent = {rank: s for _, ranks, s in watcher.links.lost(time.perf_counter()) for rank in ranks}
-        return explain(what, found, advice, watcher.links.hosts, silent)
+        groups: dict[tuple[str, str], list[int]] = {}
+        for rank in range(watcher.size):
+            host = f" on {watcher.hosts[rank]}" if len({*watcher.hosts}) > 1 else ""
+            groups.setdefault((host, self._line(rank)), []).append(rank)
+        lines = [f"{ranks_text(ranks)}{host}: {text}" for (host, text), ranks in groups.items()]
+        return f"{what}.\n  " + "\n  ".join(lines) + f"\n{advice}"
 
-    def _report(self, waited_s: float, late: list[tuple[int, Position | None]]) -> None:
-        here = self.position()
+    def _report(self, waited_s: float, here: Position, late: Sequence[int]) -> None:
         what = f"in {here.purpose}" if here.purpose else f"for {here.waits_for}"
-        for_whom = "; ".join(f"rank {rank}: {position or 'no answer so far'}" for rank, position in late)
-        lost = self._watcher.unreachable(0)
-        if not lost and (silent_s := self._watcher.store_silent_s(time.perf_counter())):
-            lost = f"the process group's store{self._watcher.at} has not answered for {silent_s:.0f} s"
-        _print(
-            f"hf_zero: rank {here.rank} has waited {waited_s:.0f} s {what}{here.among}, for {for_whom}"
-            + (f"; {lost}" if lost else "")
+        for_whom = "; ".join(f"rank {rank}: {self._line(rank)}" for rank in late) or "a network that was cut"
+        lost = f"; {found}" if (found := self._watcher.unreachable()) else ""
+        _log.warning(
+            "hf_zero: rank %d has waited %.0f s %s%s, for %s%s", here.rank, waited_s, what, here.among, for_whom, lost
         )
 
-    # In any thread --------------------------------------------------------------------------------------------------
+    # In the thread that waits ---------------------------------------------------------------------------------------
 
-    def ask_for_verdict(self) -> str | None:
-        """Return the verdict after a connection broke: another rank may just have raised it."""
-        for _ in range(4 if self._watcher.fault is None else 0):
-            self._watcher.mail.fresh()
-            if self.verdict is not None or self.box.posted is not None or self._watcher.unreachable(0):
+    def explain_error(self, *, is_lost: bool) -> str | None:
+        """Return as `watch.Lane.explain_error`."""
+        watcher = self._watcher
+        for _ in range(4 if watcher.stall_s else 0):  # another rank may just have ended, or raised its verdict
+            _, theirs = self._ask_all()
+            if verdict := self.verdict or self.received or theirs:
+                return verdict
+            if not is_lost or watcher.ended() or watcher.unreachable():
                 break
             time.sleep(0.05)
-        return self.verdict or self.box.posted
-
-    def unreachable(self) -> str:
-        return self._watcher.unreachable(0)
-
-    def ended(self, engine: int) -> list[Position]:
-        if self._watcher.fault is not None:
-            return []
-        return [replace(p, ended=True) for p in self.box.positions if p is not None and p.has_released(engine)]
+        if not is_lost:
+            return None
+        here, lost = self.position(), watcher.unreachable()
+        ended = "; ".join(f"rank {rank}: {self._line(rank)}" for rank in watcher.ended())
+        why = f"{lost}. {_NETWORK}" if lost else f"{ended}. {_SAME_STEPS}" if ended else _LOST
+        return f"rank {here.rank}, {here}: the connection to another rank has broken. {why}"
 
 
-def _print(text: str) -> None:
-    with suppress(OSError, ValueError):  # stderr is closed
-        print(text, file=sys.stderr, flush=True)
-
-
-@dataclass
-class _Heard:
-    """One rank's knowledge of another.
+class _Seen:
+    """What this rank has seen of another during one wait.
 
     Attributes:
-        position: the last one.
+        position: the last one; None: unknown.
         moved: time of its last progress.
         answered: time of its last answer.
+        is_silent: it did not answer the last question.
     """
 
-    position: Position | None
-    moved: float
-    answered: float
+    def __init__(self, now: float) -> None:
+        self.position: Position | None = None
+        self.moved = self.answered = now
+        self.is_silent = True
 
-    def hear(self, position: Position | None, now: float, silent_after_s: float) -> Position | None:
-        before, self.position = self.position, position
-        if position is None or before is None:
-            if position is not before:
-                self.moved = self.answered = now
-            return position
-        if position.progress != before.progress:
+    def note(self, reply: Reply | None, now: float) -> None:
+        position = None if reply is None or reply.message is None else reply.message.position
+        self.is_silent = position is None
+        if position is None:
+            return
+        before, self.position, self.answered = self.position, position, now
+        if before is None or (before.waits, before.waits_for) != (position.waits, position.waits_for):
             self.moved = now
-        if position.answers != before.answers:
-            self.answered = now
-        silent_s = now - self.answered
-        return replace(position, silent_s=silent_s) if silent_s > silent_after_s else position
 
 
-def _patience(position: Position | None, positions: Sequence[Position | None]) -> float:
+def _patience(seen: _Seen, positions: Sequence[Position | None]) -> float:
     """Return how long a rank may make no progress, as a multiple of `stall_s`."""
-    # It has never answered, does not answer now, or waits for no other rank: it may read, load, or call a server.
-    if position is None or position.silent_s or not position.waits_for:
+    position = seen.position
+    # It does not answer, or waits for no other rank: it may read, load, compile, or call a server.
+    if position is None or seen.is_silent or not position.waits_for:
         return SLOW
     together = all(
         other is not None

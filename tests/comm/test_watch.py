@@ -7,7 +7,6 @@ import io
 import os
 import pdb
 import re
-import resource
 import signal
 import time
 import warnings
@@ -470,27 +469,3 @@ def test_how_long_an_error_takes(capsys):
             assert took_s <= stall_s + 5
     with capsys.disabled():
         print("\n" + "\n".join(figures))
-
-
-def with_a_full_store(rank: int, world: int, folder: Path) -> list[str]:
-    """Train over a store in a file that rank 1 must not let grow."""
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        try:
-            if rank == 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-            loop = Loop(rank, 3, folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    loop.train(0)
-    return [str(warning.message) for warning in told if "watched for stalls" in str(warning.message)]
-
-
-def test_a_store_that_refuses_one_rank_leaves_all_unwatched(pool, tmp_path):
-    (told,), others = pool.run(with_a_full_store, tmp_path)
-    assert "rank 1: " in told
-    assert others == []
-    pool.stop()  # its group is another one

@@ -124,9 +124,6 @@ def train(case: str, folder: Path, stall_s: float, limit_s: float) -> None:
             elif where == "loading":
                 pause()
                 engine.load(folder / "checkpoint-3")
-            elif where == "barrier":
-                pause()
-                dist.barrier()
         model(rows(step, rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
