@@ -24,7 +24,6 @@ from .codec import Codec, fits
 from .direct import Direct, open_direct
 from .inflight import DONE, Inflight
 from .local_memory import SPANS
-from .position import Card
 from .process_group import check_ranks, default_group, home_device, interrupt, open_in_thread, reader_of, watcher_of
 from .watch import Wait, Watch
 from .wire import Cuts, SoloWire, average_in_order, land
@@ -203,14 +202,14 @@ class GroupWire(SoloWire):
         return wire
 
     def exchange(self, value: Any) -> list[Any]:
-        watcher, values = self.watcher, [None] * self.size
+        watcher = self.watcher
+        values: list[Any] = [None] * self.size
         if watcher.has_met or self.group is not default_group():
             self._call(dist.all_gather_object, values, value, self.group)
             return values
         self._call(dist.all_gather_object, values, (watcher.card, value), self.group)
-        met: list[tuple[Card, Any]] = [found for found in values if found is not None]
-        watcher.meet([card for card, _ in met])
-        return [found for _, found in met]
+        watcher.meet([card for card, _ in values])
+        return [found for _, found in values]
 
     def barrier(self) -> None:
         self._call(dist.barrier, self.group)

@@ -243,35 +243,36 @@ def _ask(questions: Sequence[tuple[Card, bytes]], limit_s: float) -> list[Reply]
     contacts, texts = [Contact.UNREACHABLE] * len(questions), [b""] * len(questions)
     until = time.perf_counter() + limit_s
     with ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        connections: list[socket.socket] = []
         for number, (card, _) in enumerate(questions):
             family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
-            connection = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            connection.setblocking(False)
-            code = connection.connect_ex((card.address, card.port))
+            connections += (opened.enter_context(socket.socket(family, socket.SOCK_STREAM)),)
+            connections[-1].setblocking(False)
+            code = connections[-1].connect_ex((card.address, card.port))
             if code in (0, errno.EINPROGRESS):
-                waiting.register(connection, selectors.EVENT_WRITE, number)
+                waiting.register(connections[-1], selectors.EVENT_WRITE, number)
             elif code == errno.ECONNREFUSED:
                 contacts[number] = Contact.GONE
         while waiting.get_map() and (left_s := until - time.perf_counter()) > 0:
             for key, events in waiting.select(left_s):
-                connection, number, question = key.fileobj, key.data, questions[key.data][1]
+                number, connection, question = key.data, connections[key.data], questions[key.data][1]
+                part = b""
                 try:
-                    if events & selectors.EVENT_WRITE:
-                        if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                            raise OSError(code, os.strerror(code))  # the number determines the subclass
+                    if events & selectors.EVENT_READ:
+                        part = connection.recv(_MOST_BYTES)
+                        texts[number] += part
+                    elif code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        raise OSError(code, os.strerror(code))  # the number determines the subclass
+                    else:
                         contacts[number] = Contact.SILENT
                         connection.sendall(question)
                         waiting.modify(connection, selectors.EVENT_READ, number)
-                        ended = not question
-                    else:
-                        part = connection.recv(_MOST_BYTES)
-                        texts[number] += part
-                        ended = not part
+                        part = question
                 except (ConnectionRefusedError, ConnectionResetError):
-                    contacts[number], ended = Contact.GONE, True
-                except OSError:
-                    ended = True
-                if ended:
+                    contacts[number] = Contact.GONE
+                except OSError:  # unreachable
+                    pass
+                if not part:
                     waiting.unregister(connection)
     return [_reply(contact, text) for contact, text in zip(contacts, texts)]
 
