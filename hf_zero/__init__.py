@@ -3,11 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import (  # noqa: F401  (`huggingface` registers what knows transformers; none loads torch)
-    config,
-    errors,
-    huggingface,
-)
+from . import config, errors  # noqa: F401  (neither loads torch)
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:  # `as`: type checkers take these for names of this package

@@ -17,13 +17,15 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ..config import parse_bytes
+from ..core.late import Late
 from ..core.layout import Extent, itemsize
 from ..core.precision import dtype_name
 from ..errors import CheckpointError
-from . import FORMATS
 from .files import inside, read_json
 from .manifest import Manifest, check_name, check_segments
 from .safetensors import Header, Stored, read_header
+
+_HUB_FORMAT = Late("transformers.modeling_utils", "huggingface.weights", "hub_format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,10 @@ class WeightFormat(Protocol):
 
 
 def format_of(model: nn.Module) -> WeightFormat:
-    """Return the format of a model's weights: the first of `FORMATS` that knows it, else that of `state_dict()`."""
-    for maker in FORMATS:
-        found = maker(model)
-        if found is not None:
-            return found
-    return StateDictFormat(model)
+    """Return the format of a model's weights: that of `save_pretrained` if it has it, else that of `state_dict()`."""
+    hub_format = _HUB_FORMAT.if_loaded()
+    found: WeightFormat | None = None if hub_format is None else hub_format(model)
+    return found or StateDictFormat(model)
 
 
 class StateDictFormat:

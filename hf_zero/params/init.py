@@ -32,12 +32,12 @@ from ..comm.process_group import home_device
 from ..comm.watch import STALL_S
 from ..comm.wire import SoloWire, wire_device
 from ..config import OFFLOADS, check_choice
+from ..core.late import Late
 from ..engine.parameter import place_of, set_source
 from ..errors import ConfigError, RankMismatchError
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once, freeing_at_once
 from ..tiers.tier import Meter
-from . import EXTENSIONS
 from .alike import Seen, check_equal
 from .deferred import Deferred, deferred_of
 from .deferred_parameter import (
@@ -51,6 +51,7 @@ from .deferred_parameter import (
 from .fast_init import FastInit
 
 Pair = tuple[nn.Parameter, Deferred]
+_FROM_PRETRAINED = Late("transformers", "huggingface.from_pretrained", "reading")
 
 _TRIM_BYTES = 16 << 20
 """Most that closed parameters may leave in the allocator before it must give it back."""
@@ -158,10 +159,8 @@ class Init:
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             stack.callback(register_module_module_registration_hook(self._on_module).remove)
             stack.enter_context(_Watch(self))
-            for extension in EXTENSIONS:
-                context = extension(self)
-                if context is not None:
-                    stack.enter_context(context)
+            if (reading := _FROM_PRETRAINED.if_installed()) is not None:  # also if it is imported inside
+                stack.enter_context(reading(self))
             self._stack = stack.pop_all()
         self._depth = 1
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,16 +11,17 @@ from torch import nn
 from .. import compat, diagnostics, sequence
 from ..compat.compiling import Compile
 from ..config import ZeroConfig
+from ..core.late import Late
 from ..core.precision import gathered_as
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
 from ..plan.machine import Machine
-from . import FIRST_FORWARD
 from .alike import check_ready
 from .arguments import check_shard_arguments, device_from
 from .engine import Engine
 
 _LOG = logging.getLogger(__name__)
+_CHECK_LOADER = Late("accelerate.state", "huggingface.arguments", "check_loader")
 
 
 def shard(
@@ -98,12 +98,11 @@ def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
 
 
 def _check_first_forward(engine: Engine) -> None:
-    """Register checks that run until a forward builds a graph, and never again."""
-    checks: list[Callable[[int], None]] = list(FIRST_FORWARD)
+    """Check the loader of each batch until a forward builds a graph, and never again."""
 
     def check(*_: object) -> None:
-        for each in checks:
-            each(engine.world_size)
+        if (check_loader := _CHECK_LOADER.if_loaded()) is not None:
+            check_loader(engine.world_size)
         if torch.is_grad_enabled():
             handle.remove()
 
