@@ -28,7 +28,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", help="branch to upload to")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast the weights")
-    parser.add_argument("--max-shard-size", help="most bytes per weight file; default: as in the checkpoint")
     options = parser.parse_args(argv)
     if options.output is None and options.push_to_hub is None:
         raise UserError("say where to: --output DIR, --push-to-hub USER/REPO, or both")
@@ -55,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         checkpoint,
         options.output,
         dtype=options.dtype,
-        max_shard_size=options.max_shard_size,
         push_to_hub=options.push_to_hub,
         private=options.private,
         revision=options.revision,

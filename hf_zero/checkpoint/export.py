@@ -4,7 +4,7 @@
     zero.export("out/checkpoint-500", push_to_hub="user/model", private=True)
 
 One process, without a model. A checkpoint already is a `from_pretrained` folder, so its files are copied
-as they are. Weights are rewritten only for another dtype or another split, a few MiB at a time.
+as they are. Weights are rewritten only for another dtype, a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from ..config import DTYPE_ALIASES, DTYPES, parse_bytes
+from ..config import DTYPE_ALIASES, DTYPES
+from ..core.layout import itemsize
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError, TierError
 from ..tiers.array import FileSource, OnDisk
 from ..version import __version__
 from .cards import CARD, card_for, is_generated, is_unfilled, read_card, sealed
 from .files import inside, read_json
-from .folder import SUFFIX, Staging, verify
+from .folder import Staging, verify
 from .hub import Hub
 from .kinds import stale_weights
 from .manifest import MANIFEST, Manifest
 from .ranges import bytes_of
-from .safetensors import Stored, build_header, write_fully
+from .safetensors import Header, Stored, build_header, write_fully
 from .series import is_ours
-from .weights import Entry, WeightFile, WeightSet, find_weights, index_text, split_files
+from .weights import WeightSet, find_weights, index_text
 
-MARKER = ".hf_zero_export.json"
-"""In an exported folder, not on the Hub: names and sizes of its files, so that a later export may replace them."""
 CHUNK_NUMEL = 1 << 20
 """Elements that are read, cast and written at a time."""
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"}
@@ -50,7 +49,6 @@ _TRAINING = ("zero_", "trainer_state.json", "optimizer.json")  # beginnings of n
 _TEMPLATES = "additional_chat_templates"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _NOT_WEIGHTS = re.compile(r"\..*|checkpoint-\d+").fullmatch  # hidden folders, and checkpoints of their own
-_DIGITS = re.compile(r"(\d+)")
 
 Progress = Callable[[str, int, int], None]
 """Called with (action, bytes done, bytes in all), from any thread, one at a time."""
@@ -61,7 +59,6 @@ def export(
     output: str | os.PathLike[str] | None = None,
     *,
     dtype: str | torch.dtype | None = None,
-    max_shard_size: int | str | None = None,
     push_to_hub: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
@@ -74,16 +71,15 @@ def export(
 
     Args:
         folder: a checkpoint of hf_zero, or any folder that `from_pretrained` loads (without digests to check).
-        output: the folder to write. A new one appears by one rename; files of an earlier export are replaced.
+        output: the folder to write. A new one appears by one rename.
         dtype: cast floating-point weights to float32, bfloat16 or float16. Default: keep them.
-        max_shard_size: most bytes per weight file. Default: keep the checkpoint's files.
         push_to_hub: `user/repo`, created if it is missing.
         private: create the repository as a private one.
         revision: a branch, created if it is missing.
         token: Hub token. Default: HF_TOKEN, or that of `hf auth login`.
         commit_message: of the commit on the Hub.
-        overwrite: write into an `output` that holds other files, and remove weights of another kind (a full model where an
-            adapter is exported, pickles) there and on the Hub. Otherwise such weights raise. All other files are kept.
+        overwrite: write into an `output` that holds files, and remove weights of another kind (a full model where an
+            adapter is exported, pickles) there and on the Hub. Otherwise these raise. All other files are kept.
         progress: called with (action, bytes done, bytes in all).
 
     Returns:
@@ -103,8 +99,7 @@ def export(
         raise ConfigError(f"export: dtype is {str(dtype)!r}. Choose one of {', '.join(DTYPES)}")
     report = progress or (lambda action, done, total: None)
     hub = None if push_to_hub is None else Hub(push_to_hub, token, revision)
-    files = _plan(folder, wanted, None if max_shard_size is None else parse_bytes(max_shard_size), report)
-    scratch = _choose_scratch(folder, target, files)
+    files = _plan(folder, wanted, report)
     if hub is not None:
         hub.prepare(private, {CARD, *files}, overwrite)  # before the long work: most errors show here
     title = (target or folder).name if hub is None else hub.name
@@ -116,6 +111,8 @@ def export(
         if hub is not None:
             hub.upload({name: target / name for name in files}, message, overwrite)
     elif hub is not None:
+        beside = folder.resolve().parent
+        scratch = beside if os.access(beside, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix=".zero_export-", dir=scratch) as place:
             hub.upload(_write_rewritten(Path(place), files, report), message, overwrite)
     return target
@@ -139,21 +136,26 @@ def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Rewritten:
-    """A weight file that is cast or split anew, and where its values lie now."""
+    """A weight file that is cast.
 
-    file: WeightFile
-    sources: dict[str, Stored]
+    Attributes:
+        header: of the file as it is.
+        dtypes: by key, of the file to write.
+    """
+
+    header: Header
+    dtypes: dict[str, str]
 
     @property
     def size_bytes(self) -> int:
-        return sum(entry.size_bytes for entry in self.file.entries)
+        return sum(math.prod(stored.shape) * itemsize(self.dtypes[key]) for key, stored in self.header.tensors.items())
 
 
 Content = Path | bytes | _Rewritten
 """A file to copy, a text, or weights to rewrite."""
 
 
-def _plan(folder: Path, dtype: str | None, limit: int | None, report: Progress) -> dict[str, Content]:
+def _plan(folder: Path, dtype: str | None, report: Progress) -> dict[str, Content]:
     """Check the checkpoint. Returns name -> content of the files to export.
 
     Raises:
@@ -184,7 +186,7 @@ def _plan(folder: Path, dtype: str | None, limit: int | None, report: Progress) 
         _set_dtype(config, dtype)
         files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     for weights in found:
-        files |= _plan_weights(folder, weights, dtype, limit)
+        files |= _plan_weights(folder, weights, dtype)
     return files
 
 
@@ -223,33 +225,24 @@ def _hint(folder: Path) -> str:
     return f". Export one of its checkpoints: {', '.join(inner)}" if inner else ""
 
 
-def _plan_weights(folder: Path, weights: WeightSet, dtype: str | None, limit: int | None) -> dict[str, Content]:
-    """Return the weight files and their index. Files that keep their tensors and dtypes are copied."""
-    sources = weights.tensors
-    by_file = {
-        name: [Entry(key, _cast(name, key, found.dtype, dtype), found.shape) for key, found in header.tensors.items()]
-        for name, header in weights.files.items()
-    }
-    files = [WeightFile(name, tuple(entries), weights.files[name].metadata) for name, entries in by_file.items()]
-    if limit is not None and not weights.stem.endswith("adapter_model"):
-        # Headers are sorted by dtype and name, which loses the model's order. Natural order is close to it.
-        ordered = [entry for entries in by_file.values() for entry in sorted(entries, key=_natural)]
-        metadata = {k: v for header in weights.files.values() for k, v in header.metadata.items()} or {"format": "pt"}
-        files = [replace(file, metadata=metadata) for file in split_files(weights.stem, ordered, limit)]
+def _plan_weights(folder: Path, weights: WeightSet, dtype: str | None) -> dict[str, Content]:
+    """Return the weight files and their index. Files that keep their dtypes are copied."""
     out: dict[str, Content] = {}
-    for file in files:
-        before = weights.files[file.name].tensors if file.name in weights.files else {}
-        is_kept = {(entry.key, entry.dtype) for entry in file.entries} == {(k, v.dtype) for k, v in before.items()}
-        chosen = {entry.key: sources[entry.key] for entry in file.entries}
-        out[file.name] = inside(folder, file.name) if is_kept else _Rewritten(file, chosen)
-    if weights.index is not None and not any(isinstance(each, _Rewritten) for each in out.values()):
-        return out | {weights.index: inside(folder, weights.index)}
-    if len(files) > 1:
-        where = {entry.key: file.name for file in files for entry in file.entries}
-        numel = sum(entry.numel for file in files for entry in file.entries)
-        total_numel = numel if weights.total_parameters is None else weights.total_parameters
-        size_bytes = sum(entry.size_bytes for file in files for entry in file.entries)
-        out[f"{weights.stem}.safetensors.index.json"] = index_text(where, total_numel, size_bytes).encode()
+    size_bytes = 0
+    for name, header in weights.files.items():
+        dtypes = {key: _cast(name, key, stored.dtype, dtype) for key, stored in header.tensors.items()}
+        rewritten = _Rewritten(header, dtypes)
+        size_bytes += rewritten.size_bytes
+        is_kept = all(stored.dtype == dtypes[key] for key, stored in header.tensors.items())
+        out[name] = inside(folder, name) if is_kept else rewritten
+    if weights.index is not None and weights.where is not None:
+        out[weights.index] = inside(folder, weights.index)
+        if any(isinstance(each, _Rewritten) for each in out.values()):
+            below = len(weights.stem) - len(PurePosixPath(weights.stem).name)
+            where = {key: name[below:] for key, name in weights.where.items()}
+            numel = sum(math.prod(stored.shape) for stored in weights.tensors.values())
+            total_numel = numel if weights.total_parameters is None else weights.total_parameters
+            out[weights.index] = index_text(where, total_numel, size_bytes).encode()
     return out
 
 
@@ -259,10 +252,6 @@ def _cast(file: str, key: str, dtype: str, wanted: str | None) -> str:
     if dtype.startswith("float8"):
         raise ConfigError(f"{file}: {key!r} is quantised ({dtype}), and a cast to {wanted} would drop its scales")
     return wanted if dtype in _FLOATS else dtype
-
-
-def _natural(entry: Entry) -> list[str | int]:
-    return [int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(entry.key))]
 
 
 def _small_files(folder: Path) -> Iterator[str]:
@@ -304,46 +293,8 @@ def _check_target(target: Path, folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"the output {target} is a file, expected a folder. Choose another output")
     if overwrite:
         return
-    present, files = _files_in(target), _marked_files(target)
-    if present and files is None:
-        raise ConfigError(f"the output {target} is not empty and no earlier export. Choose another, or overwrite=True")
-    for name in sorted(present - set(files or ()) - {MARKER})[:1]:
-        raise ConfigError(f"the output {target} has {name!r}, which no export made. Move it, or overwrite=True")
-
-
-def _files_in(target: Path) -> set[str]:
-    found = {path.relative_to(target) for path in target.rglob("*") if path.is_file() or path.is_symlink()}
-    return {path.as_posix() for path in found if not path.parts[0].startswith(SUFFIX)}  # left by a killed export
-
-
-def _marked_files(target: Path) -> set[str] | None:
-    """Return the files that an earlier export wrote; None if there was none."""
-    files = read_json(target / MARKER).get("files") if (target / MARKER).is_file() else None
-    return set(files) if isinstance(files, dict) else None
-
-
-def _choose_scratch(folder: Path, target: Path | None, files: Mapping[str, Content]) -> Path:
-    """Return the folder to write in: the output's parent, or one for temporary files.
-
-    Raises:
-        CheckpointError: it has too little space.
-    """
-    parent = folder.resolve().parent if target is None else next(each for each in target.parents if each.is_dir())
-    if target is None and not os.access(parent, os.W_OK):
-        parent = Path(tempfile.gettempdir())
-    need = 4 << 20
-    for content in files.values():
-        if isinstance(content, _Rewritten):
-            need += content.size_bytes + (1 << 20)
-        elif target is not None:
-            need += content.stat().st_size if isinstance(content, Path) else len(content)
-    free = shutil.disk_usage(parent).free
-    if free < need:
-        raise CheckpointError(
-            f"no room to export {folder}: {parent} has {free:,} bytes free and {need:,} are needed. Free some space, or choose "
-            "another folder"
-        )
-    return parent
+    if any(target.iterdir()):
+        raise ConfigError(f"the output {target} is not empty. Choose another, or overwrite=True")
 
 
 # Writing --------------------------------------------------------------------------------------------
@@ -366,19 +317,16 @@ def _write_folder(target: Path, files: dict[str, Content], report: Progress) -> 
                 path.write_bytes(content)
             elif content != path:
                 shutil.copyfile(content, path)
-        present = _files_in(target) if target.is_dir() else set()
+        found = target.rglob("*") if target.is_dir() else ()
+        present = {path.relative_to(target).as_posix() for path in found if path.is_file()}
         same, other = stale_weights(present, files)
-        stale = {*((_marked_files(target) or set()) & present), *same, *other} - set(files)
         if (
             CARD in present
             and is_generated(read_card(staging.path / CARD))
             and not is_generated(read_card(target / CARD))
         ):
             (staging.path / CARD).unlink()  # a user wrote or edited the target's card
-        sizes = {name: (staging.path / name).stat().st_size for name in files if (staging.path / name).exists()}
-        marker = {"format": "hf_zero_export", "version": __version__, "files": sizes}
-        (staging.path / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-        staging.put_in_place(MARKER, stale)
+        staging.put_in_place(None, [*same, *other])
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     finally:
@@ -412,14 +360,15 @@ def _write_weights(rewritten: _Rewritten, target: Path, done: Callable[[int], No
         CheckpointError: a file cannot be read or written (disk full).
         ConfigError: a value is too large for the dtype.
     """
-    file = rewritten.file
-    head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata, target)
+    sources = rewritten.header.tensors
+    entries = [(key, rewritten.dtypes[key], stored.shape) for key, stored in sources.items()]
+    head, header = build_header(entries, rewritten.header.metadata, target)
     buffer = torch.empty(CHUNK_NUMEL * torch.float64.itemsize, dtype=torch.uint8, device="cpu")
     try:
         with open(target, "xb", buffering=0) as out:
             write_fully(out.fileno(), memoryview(head), 0, target)
             for key, place in header.tensors.items():
-                source, at = rewritten.sources[key], place.start
+                source, at = sources[key], place.start
                 values = OnDisk(FileSource(source.file, source.start, dtype_of(source.dtype), math.prod(source.shape)))
                 for start in range(0, len(values), CHUNK_NUMEL):
                     part = values[start : start + CHUNK_NUMEL]

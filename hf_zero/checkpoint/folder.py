@@ -112,11 +112,11 @@ class Staging:
         finally:
             self.discard()
 
-    def put_in_place(self, last: str, stale: Collection[str]) -> None:
+    def put_in_place(self, last: str | None, stale: Collection[str]) -> None:
         """Make the staged files durable, then rename the folder or replace the target's files.
 
         Args:
-            last: the staged file that is replaced last.
+            last: the staged file that is replaced last, if any.
             stale: files of an existing target to remove.
 
         Raises:
@@ -139,7 +139,7 @@ class Staging:
         except OSError as error:
             raise CheckpointError(f"{self.target} could not be put in place: {error}{self._state}") from error
 
-    def _replace_files(self, names: Collection[str], stale: Collection[str], last: str) -> None:
+    def _replace_files(self, names: Collection[str], stale: Collection[str], last: str | None) -> None:
         _refuse_linked_folders(self.target, {*names, *stale})
         for folder in _folders(self.target, names):
             folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,8 @@ class Staging:
         # All other names must be durable before the manifest, which vouches for them.
         for folder in [*_folders(self.target, names), self.target]:
             _sync(folder)
-        os.replace(self.path / last, self.target / last)
+        if last is not None:
+            os.replace(self.path / last, self.target / last)
         self._state = ". Its new files are complete, but a power failure may lose them"
         _sync(self.target)
 

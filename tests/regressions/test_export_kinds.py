@@ -139,9 +139,9 @@ def test_a_local_export_keeps_an_edited_card(tmp_path: Path) -> None:
     out = tmp_path / "out"
     zero.export(tmp_path / "source", out)
     card = (out / "README.md").read_text()
-    zero.export(tmp_path / "source", out, dtype="bfloat16")
+    zero.export(tmp_path / "source", out, dtype="bfloat16", overwrite=True)
     (out / "README.md").write_text(card + "\nMy own words.\n")
-    zero.export(tmp_path / "source", out)
+    zero.export(tmp_path / "source", out, overwrite=True)
     assert (out / "README.md").read_text().endswith("My own words.\n")
 
 

@@ -369,7 +369,7 @@ def export_without_optimizer(stage: int, born: bool) -> None:
     barrier()
     if RANK == 0:
         zero.verify(place / "checkpoint")
-        zero.export(place / "checkpoint", place / "whole", max_shard_size="20KB")
+        zero.export(place / "checkpoint", place / "whole")
         zero.export(place / "checkpoint", place / "half", dtype="bfloat16")
         for folder in (["before"] if born else []) + ["whole"]:
             again, told = GPT2LMHeadModel.from_pretrained(place / folder, output_loading_info=True)

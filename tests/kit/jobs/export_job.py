@@ -72,12 +72,11 @@ def private_push() -> dict[str, Any]:
 
 
 def branch_push() -> dict[str, Any]:
-    """Cast and split, to a branch, with a folder kept; `main` stays as it was."""
+    """Cast, to a branch, with a folder kept; `main` stays as it was."""
     kept = zero.export(
         CHECKPOINT,
         OUT / "half",
         dtype="bfloat16",
-        max_shard_size="20KB",
         push_to_hub="user/tiny",
         revision="half/precision",
         token=TOKEN,

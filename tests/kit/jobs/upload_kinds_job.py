@@ -79,8 +79,8 @@ def shards() -> dict[str, Any]:
     put(repo, **USER)
     before = listed(repo)
     for number, size in enumerate(("50GB", "30KB", "60KB", "50GB")):
-        source = full(1.0 + number)
-        zero.export(source, push_to_hub=repo, max_shard_size=size)
+        source = full(1.0 + number, max_shard_size=size)
+        zero.export(source, push_to_hub=repo)
         found.append(same(repo, source))
     after = listed(repo)
     return {
@@ -173,7 +173,7 @@ def trainer() -> dict[str, Any]:
     """`Trainer.push_to_hub`: older shards go, the user's card and files stay, another kind is refused before training."""
     repo = "user/run"
     put(repo, **USER)
-    zero.export(full(5.0), push_to_hub=repo, max_shard_size="30KB")
+    zero.export(full(5.0, max_shard_size="30KB"), push_to_hub=repo)
     put(repo, **USER)
     before = listed(repo)
     run = trained(repo, "run", gpt2(), push_to_hub=True)
