@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,9 +198,12 @@ class Loading:
                     f"{path}: the optimizer groups hold other parameters than this run's. Build the same model, freeze the "
                     "same parameters, and pass optimizers in the same order"
                 )
-            _check_kind(path, index.value, optimizer)
+            if index.value.get("optimizer") not in (None, optimizer.kind):
+                raise CheckpointError(
+                    f"{path} holds the state of {index.value['optimizer']}, and this run's optimizer is {optimizer.kind}. "
+                    "Build the run with the saved one, or load with load_optimizer=False to continue with a fresh optimizer"
+                )
             options = [_options(group, place, optimizer) for place, group in enumerate(groups)]
-            self._warn_of_kind(path, index.value.get("optimizer"), optimizer, options)
             # The states of a parameter that has any; unknown if they depend on options that change.
             changes = any(
                 key in mine and bool(mine[key]) != bool(value)
@@ -229,42 +231,6 @@ class Loading:
         # rank has read all of them.
         with torch.no_grad():
             optimizer.put(options)
-
-    def _warn_of_kind(
-        self, path: Path, theirs: Any, optimizer: OptimizerState, options: Sequence[Mapping[str, Any]]
-    ) -> None:
-        if theirs in (None, optimizer.kind) or self._wire.rank != 0:
-            return
-        changed = {
-            key: value
-            for mine, saved in zip(optimizer.groups, options)
-            for key, value in saved.items()
-            if value != mine.get(key)
-        }
-        warnings.warn(
-            f"{path} holds the state of {theirs}, and this run's optimizer is {optimizer.kind}. It continues with "
-            f"{sorted(optimizer.names() or ())} and all saved options; these change: {changed}",
-            stacklevel=2,
-        )
-
-
-def _check_kind(path: Path, index: dict[str, Any], optimizer: OptimizerState) -> None:
-    """Check that the state fits the optimizer. Another class is accepted if it has the same states and options."""
-    theirs, mine, groups = index.get("optimizer"), optimizer.kind, optimizer.groups
-    if theirs == mine or theirs is None:
-        return
-    options = [
-        (set(saved) ^ set(group)) - {"initial_lr", "param_names"} for saved, group in zip(index["groups"], groups)
-    ]
-    entries = [entry for entry in index["parameters"].values() if entry is not None]
-    states = {state for entry in entries for state in (*entry["states"], *entry["scalars"])} - {MASTER}
-    known = optimizer.names()
-    if any(options) or known is None or (states and states != known):
-        raise CheckpointError(
-            f"{path} holds the state of {theirs} ({sorted(states)}, options {sorted(index['groups'][0])}), and this run's "
-            f"optimizer is {mine}: its state does not fit. Build the run with {theirs}, or load with "
-            "load_optimizer=False to continue with a fresh optimizer"
-        )
 
 
 def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -120,13 +119,13 @@ def trained(rank: int, build: Any, **config: Any) -> tuple[Any, torch.optim.Opti
     return model, optimizer, engine
 
 
-def other_class(rank: int, world: int, folder: str) -> list[str]:
-    """The state of AdamW fits Adam, whose options it replaces, and no other class."""
-    model, _, engine = trained(rank, adamw, stage=2)
+def other_class(rank: int, world: int, folder: str) -> None:
+    """The state of AdamW is refused by every other class, also by Adam: its options would be replaced."""
+    _, _, engine = trained(rank, adamw, stage=2)
     engine.save(folder)
     for build in (
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-        lambda m: torch.optim.RMSprop(m.parameters(), lr=0.1),
+        lambda m: torch.optim.Adam(m.parameters(), lr=1e-4),
     ):
         _, wrong, engine = trained(rank, build, stage=1)
         before = {key: value for key, value in wrong.param_groups[0].items() if key != "params"}
@@ -134,19 +133,7 @@ def other_class(rank: int, world: int, folder: str) -> list[str]:
             engine.load(folder)
         assert {key: value for key, value in wrong.param_groups[0].items() if key != "params"} == before
         engine.load(folder, load_optimizer=False)
-    other, _, engine = trained(rank, lambda m: torch.optim.Adam(m.parameters(), lr=1e-4), stage=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine.load(folder)
-    for name, param in model.named_parameters():
-        mine = zero.full_optimizer_state(other.get_parameter(name), "exp_avg")
-        assert torch.equal(mine, zero.full_optimizer_state(param, "exp_avg")), name
-    return [str(w.message) for w in caught if "this run's optimizer is" in str(w.message)]
 
 
 def test_the_state_of_another_class(two, tmp_path):
-    said, other = two.run(other_class, str(tmp_path))
-    assert len(said) == 1
-    assert not other
-    assert "'exp_avg'" in said[0]
-    assert "'lr': 0.01" in said[0]
+    two.run(other_class, str(tmp_path))
