@@ -228,7 +228,7 @@ class Reply:
 
 
 def ask(questions: Sequence[tuple[Card, bytes]], limit_s: float = ANSWER_S) -> list[Reply]:
-    """Ask ranks, all at the same time. An empty question only finds out if the host answers.
+    """Ask ranks, all at the same time.
 
     Raises:
         OSError: no descriptor is left.
@@ -293,10 +293,15 @@ def own_address(store: tuple[str, int] | None) -> str:
     Args:
         store: host name and port of the process group's store, if it has them.
     """
+    addresses = {
+        name: each.address
+        for name, found in psutil.net_if_addrs().items()
+        for each in found
+        if each.family == socket.AF_INET
+    }
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    for each in psutil.net_if_addrs().get(interface, ()):
-        if each.family == socket.AF_INET:
-            return each.address
+    if interface in addresses:
+        return addresses[interface]
     try:
         if store is None:
             return socket.gethostbyname(socket.gethostname())
@@ -306,17 +311,10 @@ def own_address(store: tuple[str, int] | None) -> str:
             found = str(route.getsockname()[0]).removeprefix("::ffff:")
     except OSError:
         return "127.0.0.1"
+    if not ip_address(found).is_loopback or store[0] in ("localhost", "127.0.0.1", "::1"):
+        return found
     # The host of the store may know its own name as a loopback address only.
-    return next((here for (here, _), _ in _connections()), found) if ip_address(found).is_loopback else found
-
-
-def hosts_at_store(store: tuple[str, int] | None) -> list[Card]:
-    """Return the other hosts that this process is connected to through the store, for ranks that have not met yet."""
-    found = {}
-    for (_, here_port), (there, there_port) in _connections() if store else ():
-        if store and store[1] in (here_port, there_port):  # clients refuse a connection: that is an answer, too
-            found[there] = Card(there, there, there, there_port)
-    return [*found.values()]
+    return next((each for each in addresses.values() if not ip_address(each).is_loopback), found)
 
 
 def _machine() -> str:
@@ -325,15 +323,3 @@ def _machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
-
-
-def _connections() -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """Return this process's TCP connections to private addresses of other hosts: address and port here and there."""
-    found = []
-    with suppress(psutil.Error, OSError, ValueError):
-        for each in psutil.Process().net_connections("tcp"):
-            if each.status == psutil.CONN_ESTABLISHED and each.raddr:
-                here, there = (end.ip.removeprefix("::ffff:") for end in (each.laddr, each.raddr))
-                if here != there and not ip_address(there).is_loopback and ip_address(there).is_private:
-                    found.append(((here, int(each.laddr.port)), (there, int(each.raddr.port))))
-    return found

@@ -29,7 +29,6 @@ from .position import (
     Position,
     Reply,
     ask,
-    hosts_at_store,
     last_error,
     own_address,
     ranks_text,
@@ -70,10 +69,9 @@ _WORDS = {
 
 @dataclass
 class _Peer:
-    """Another rank, or before the ranks have met another host.
+    """Another rank.
 
     Attributes:
-        rank: None: not known yet.
         is_far: there is a network between it and this rank.
         is_known: it has been connected before. One that never was (a firewall) counts as unknown, not as unreachable.
         silent: since when its host has not answered; None: it answers.
@@ -82,7 +80,7 @@ class _Peer:
     """
 
     card: Card
-    rank: int | None
+    rank: int
     is_far: bool
     is_known: bool = False
     silent: float | None = None
@@ -92,7 +90,7 @@ class _Peer:
     def note(self, contact: Contact, began: float) -> None:
         """Record what came of a question that was sent at `began`."""
         self.is_known |= contact in (Contact.SILENT, Contact.ANSWERED)
-        self.is_gone |= contact is Contact.GONE and self.is_known and self.rank is not None
+        self.is_gone |= contact is Contact.GONE and self.is_known
         if contact is not Contact.UNREACHABLE:
             self.silent = None
         elif self.is_far and self.is_known:
@@ -131,7 +129,6 @@ class Watcher:
         self.hosts: list[str] = []
         self.calm = 0.0
         """When a host was last found unreachable. TCP sends lost bytes again within the length of a cut."""
-        self._store = store
         self._peers: dict[int, _Peer] = {}
         self._listener = Listener(own_address(store), self._answer)
         self.card = self._listener.card
@@ -178,16 +175,13 @@ class Watcher:
             OSError: no descriptor is left.
         """
         began, peers = time.perf_counter(), [*self._peers.values()]
-        questions = [
-            (peer.card, b"" if peer.rank is None else replace(message, token=peer.card.token).to_bytes())
-            for peer in peers
-        ]
+        questions = [(peer.card, replace(message, token=peer.card.token).to_bytes()) for peer in peers]
         replies = ask(questions, limit_s)
         for peer, reply in zip(peers, replies):
             peer.note(reply.contact, began)
             if peer.silent is not None:
                 self.calm = time.perf_counter()
-        return {peer.rank: reply for peer, reply in zip(peers, replies) if peer.rank is not None}
+        return {peer.rank: reply for peer, reply in zip(peers, replies)}
 
     def peer(self, rank: int) -> _Peer | None:
         return self._peers.get(rank)
@@ -204,8 +198,8 @@ class Watcher:
             return ""
         ranks: dict[str, list[int]] = {}
         for peer in lost:
-            ranks.setdefault(peer.card.host, []).extend([] if peer.rank is None else [peer.rank])
-        hosts = ", ".join(f"{host} ({ranks_text(each)})" if each else host for host, each in ranks.items())
+            ranks.setdefault(peer.card.host, []).append(peer.rank)
+        hosts = ", ".join(f"{host} ({ranks_text(each)})" for host, each in ranks.items())
         return f"{hosts} cannot be reached from {self.card.host}: no answer for {longest_s:.0f} s"
 
     # In the listener's thread ---------------------------------------------------------------------------------------
@@ -231,11 +225,6 @@ class Watcher:
                 _log.debug("the stall watch failed", exc_info=True)
 
     def _check(self) -> None:
-        if not self._met and not self._peers:
-            self._peers = {
-                -number: _Peer(card, None, is_far=True, is_known=True)
-                for number, card in enumerate(hosts_at_store(self._store))
-            }
         is_new = self._met is not None and time.perf_counter() - self._met < STALL_S
         if is_new and not all(peer.is_known for peer in self._peers.values()):  # while the network works
             self.question_all(Message())

@@ -90,11 +90,8 @@ def check_said(case: str, text: str, rank: int, host: int) -> None:
     """The last that a rank says is the error: which host, where each rank stands, and what to do."""
     here, there = HOSTS[host], HOSTS[1 - host]
     error = text[text.rindex("StallError: ") :]
-    if case == "construction":  # ranks have not told each other their names
-        there = ADDRESSES[1 - host]
-    else:
-        assert re.search(rf"ranks? [-\d]+ on {there}: cannot be reached for \d+ s", error), text
-        there += r" \(ranks? [-\d]+\)"
+    assert re.search(rf"ranks? [-\d]+ on {there}: cannot be reached for \d+ s", error), text
+    there += r" \(ranks? [-\d]+\)"
     assert re.match(rf"StallError: {there} cannot be reached from {here}: no answer for \d+ s", error), text
     assert re.search(rf"ranks? [-\d]+( on {here})?: .*cut_link_job.py:\d+ in train", error), text
     assert error.strip().endswith("again from the last checkpoint"), text
@@ -113,7 +110,6 @@ OTHER_PLACES = [
     "step",
     "loading",
     "evaluation",
-    "construction",
     "forward-both",
     "backward0",
     "backward1",

@@ -89,8 +89,6 @@ def train(case: str, folder: Path, stall_s: float, limit_s: float) -> None:
     rank = dist.get_rank()
     pause = Pause(folder, limit_s)
     where = case.partition("-")[0].rstrip("0123456789")
-    if where == "construction":
-        pause()
     if where == "init":
         with zero.Init(stall_s=stall_s):
             model = network()
