@@ -142,19 +142,6 @@ class Loading:
         """Return whether the checkpoint holds optimizer state; the same on every rank."""
         return self.manifest is not None and f"{folder}/{OPTIMIZER_INDEX}" in self.manifest.files
 
-    def marks(self, folder: str = OPTIMIZER_FOLDER) -> dict[str, str]:
-        """Return the scalar states of each parameter that has optimizer state, as text."""
-        if not self.has_optimizer(folder):
-            return {}
-        with on_all_ranks(self._wire, self._what):
-            _, index = self._index(folder)
-            entries = index["parameters"].entries()
-            return {
-                name: repr(sorted((key, scalar.value) for key, scalar in entry["scalars"].entries()))
-                for name, entry in entries
-                if entry.value is not None
-            }
-
     def _index(self, folder: str) -> tuple[Path, Field]:
         """Read and check the optimizer's index.
 
