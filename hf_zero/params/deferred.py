@@ -54,7 +54,6 @@ class Deferred:
     Attributes:
         label: what it is called in errors. `print`: the digest of the full values that this rank saw last.
         is_used: a function was given it since it was registered. Before, its memory may hold anything.
-        is_compared: closing takes a digest.
         session: the `Init` that gave it its label.
         pins: `GatheredParameters` that need it open.
     """
@@ -74,7 +73,7 @@ class Deferred:
         self.device = device or (own.device if own is not None else torch.device("cpu"))
         self.label = "a parameter"
         self.print: int | None = None
-        self.is_used, self.is_compared, self.pins = False, True, 0
+        self.is_used, self.pins = False, 0
         self.session: object = None
         self._kind: tuple[torch.Size, torch.dtype] | None = None  # what it was closed as before it is open
         self._may_fail = origin is not None or store is not None  # to be read; the same on every rank
@@ -218,7 +217,7 @@ class Deferred:
 
     def _keep(self, whole: Tensor, part: Tensor) -> None:
         self.own, self.origin = self._put_away(part), None
-        if self.wire.size > 1 and self.is_compared:
+        if self.wire.size > 1:
             self.print = digest(whole.reshape(-1))
 
     def _put_away(self, part: Tensor) -> Values:

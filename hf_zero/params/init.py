@@ -34,7 +34,7 @@ from ..comm.wire import SoloWire, wire_device
 from ..config import OFFLOADS, check_choice
 from ..core.late import Late
 from ..engine.parameter import place_of, set_source
-from ..errors import ConfigError, RankMismatchError
+from ..errors import RankMismatchError
 from ..tiers.disk import Disk
 from ..tiers.host import free_at_once, freeing_at_once
 from ..tiers.tier import Meter
@@ -48,7 +48,6 @@ from .deferred_parameter import (
     is_new_parameter,
     needs_values,
 )
-from .fast_init import FastInit
 
 Pair = tuple[nn.Parameter, Deferred]
 _FROM_PRETRAINED = Late("transformers", "huggingface.from_pretrained", "reading")
@@ -75,10 +74,10 @@ class Init:
     same code inside, on one thread. A nested context is part of the outer one. Enter another one later to change values of a
     deferred model, or use `zero.GatheredParameters`.
 
+    Values, and the random state afterwards, are bit for bit those of the plain constructor. Every rank draws every number: rank
+    0's, if the ranks were seeded differently; each has its own state again afterwards.
+
     Args:
-        init: `exact`: values, and the random state afterwards, are bit for bit those of the plain constructor. Every rank draws
-            every number: rank 0's, if the ranks were seeded differently; each has its own state again afterwards. `fast`: what
-            initialises element by element is drawn by each rank for its own part alone, and depends on the number of ranks.
         offload_params: as in the `ZeroConfig` that the model will be sharded with. With `disk` or `auto`, `from_pretrained`
             leaves values in their safetensors files until something changes or needs them. Frozen ones that `shard` puts on
             disk are read from these files from then on. The files must stay as they are; a change is an error. With `disk`,
@@ -107,19 +106,15 @@ class Init:
     def __init__(
         self,
         *,
-        init: str = "exact",
         offload_params: str = "none",
         offload_dir: str | None = None,
         enabled: bool = True,
         stall_s: float = STALL_S,
     ) -> None:
-        if init not in ("exact", "fast"):
-            raise ConfigError(f"zero.Init: init must be 'exact' or 'fast', found {init!r}")
         check_choice("zero.Init: offload_params", offload_params, OFFLOADS)
         self.leaves_at_rest = offload_params in ("disk", "auto")
         self._stores, self._folder = offload_params == "disk", offload_dir
         self._store: Disk | None = None
-        self._is_fast, self._fast = init == "fast", FastInit()
         self.enabled, self._stall_s = enabled, stall_s
         self.wire: SoloWire = SoloWire()
         self.peak_numel = self.bytes_read = 0
@@ -151,8 +146,6 @@ class Init:
         self._own_random, self._session = None, object()
         self.align_random_states()
         self._thread = threading.get_ident()
-        if self._is_fast:
-            self._fast.seed(self.wire.rank)
         with ExitStack() as stack:
             stack.enter_context(freeing_at_once())
             stack.callback(self._leave)
@@ -218,8 +211,6 @@ class Init:
             self._begin(param, label)
             own = [p for p in module._parameters.values() if p is not None and id(p) in self._open]
             self._largest_numel = max(self._largest_numel, _numel({id(p): p for p in (*own, param)}.values()))
-            if self._is_fast:
-                self._close_all()
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if threading.get_ident() != self._thread:
@@ -244,8 +235,6 @@ class Init:
     def _begin(self, param: nn.Parameter, label: str) -> None:
         """A plain parameter is deferred, and open."""
         deferred = Deferred(self.wire, device=param.device, store=self._store)
-        # Before a function is given it, its memory may never have been written: `fast` takes no digest of it.
-        deferred.is_compared = not self._is_fast
         set_source(param, deferred)
         copy_deferred(param)
         self._note(deferred, label)
@@ -333,9 +322,6 @@ class Init:
         name = getattr(func, "__name__", "")
         first: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
         is_alone = uses == 1 and any(first is param for param, _ in closed)
-        if is_alone and self._is_fast and self._fast.on_part(func, first, pairs[0][1], args[1:], kwargs):
-            self._note_use(pairs)
-            return first
         overwrites = is_alone and (name in OVERWRITES or name == "__set__")
         if closed or len(self._open) > 1:
             self._bring(pairs, first if overwrites else None, name)
@@ -352,9 +338,8 @@ class Init:
             raise
 
     def _note_use(self, found: Iterable[Pair]) -> None:
-        """After `_agree`, which depends on how the values were made."""
         for param, deferred in found:
-            deferred.is_used = deferred.is_compared = True
+            deferred.is_used = True
             self._note(deferred, f"a parameter of shape {tuple(param.shape)}")
 
 

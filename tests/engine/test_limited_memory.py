@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gloo
 LIMITS = Limits(unit_bytes=1 << 20, run_bytes=256 << 10)
 
 
-def born(layers: int, width: int, folder: str, init: str = "fast") -> nn.Module:
-    with zero.Init(init=init, offload_params="disk", offload_dir=folder):
+def born(layers: int, width: int, folder: str) -> nn.Module:
+    with zero.Init(offload_params="disk", offload_dir=folder):
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
@@ -71,7 +71,7 @@ def test_memory_does_not_grow_with_the_length_of_a_chain(two: RankPool, tmp_path
 
 
 def births(rank: int, world: int, folder: str) -> None:
-    model = born(4, 256, folder, "exact")
+    model = born(4, 256, folder)
     assert nameless_files(folder) == 1
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))

@@ -44,7 +44,7 @@ def limited(rank: int, world: int, folder: str, layers: int, width: int, params:
     most = limit if limit > 0 else data_bytes() - limit
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     torch.manual_seed(0)
-    with zero.Init(init="fast", offload_params=params, offload_dir=folder):
+    with zero.Init(offload_params=params, offload_dir=folder):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = zero.ZeroConfig(stage=3, offload_optimizer="disk", offload_params=params, offload_dir=folder)

@@ -216,42 +216,6 @@ def test_sharded_in_parts(two: RankPool) -> None:
     two.run(in_parts)
 
 
-def fast(rank: int, world: int) -> None:
-    torch.manual_seed(7)
-    with zero.Init(init="fast") as init:
-        model = llama(tie_word_embeddings=True)
-        wide = nn.Linear(64, 64)
-        nn.init.uniform_(wide.bias, 2, 3)
-    state = torch.get_rng_state()
-    torch.manual_seed(7)
-    torch.randint(0, 2**62, ())  # the ranks' seeds come of it; nothing else has drawn from the common numbers
-    assert torch.equal(torch.get_rng_state(), state)
-    assert init.peak_numel <= 64 * 65 < sum(p.numel() for p in model.parameters())
-    assert init.wire.traffic["gather"].calls <= 1  # the padding row of the embedding
-    values = {key: whole(p) for key, p in model.named_parameters()}
-    assert torch.equal(values["model.norm.weight"], torch.ones(32))
-    matrix = values["model.layers.0.mlp.up_proj.weight"]
-    assert 0.017 < matrix.std().item() < 0.023
-    assert abs(matrix.mean().item()) < 0.002
-    halves = matrix.flatten().chunk(world)
-    assert all(not torch.equal(halves[0], other) for other in halves[1:])  # no rank repeats another's numbers
-    with zero.Init(init="fast"):
-        nn.init.trunc_normal_(wide.weight, std=0.5, a=-0.25, b=0.25)
-    trunc, bias = whole(wide.weight), whole(wide.bias)
-    assert trunc.abs().max() <= 0.25
-    assert 0.1 < trunc.std() < 0.2
-    assert bias.min() >= 2
-    assert bias.max() <= 3
-    zero.shard(model, None, zero.ZeroConfig(stage=3))
-    assert torch.isfinite(model(input_ids=ids(0, 0), labels=ids(0, 0)).loss)
-    with pytest.raises(zero.ConfigError, match="'exact' or 'fast'"):
-        zero.Init(init="slow")
-
-
-def test_fast_init_draws_only_own_slices(two: RankPool) -> None:
-    two.run(fast)
-
-
 def seeds(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     before = torch.get_rng_state()
@@ -273,7 +237,7 @@ def contexts(rank: int, world: int) -> None:
     hooks = nn.modules.module._global_parameter_registration_hooks, nn.modules.module._global_module_registration_hooks
     before = {key for each in hooks for key in each}  # engines of other tests in this process, freed at any time
     with zero.Init() as outer:
-        with zero.Init(init="fast") as inner, zero.Init(enabled=False):
+        with zero.Init() as inner, zero.Init(enabled=False):
             assert inner is outer
             one = nn.Linear(4, 4)
         two = nn.Sequential(nn.Linear(4, 4), one)

@@ -100,18 +100,6 @@ def test_ranks_that_compute_other_values_are_refused(two: RankPool, tmp_path: Pa
     two.run(differ, number, {"offload_params": tier, "offload_dir": str(tmp_path)})
 
 
-def differ_fast(rank: int, world: int) -> None:
-    for change in (fill_alone, by_rank):
-        with pytest.raises(zero.RankMismatchError, match=r"Linear\.weight.*zero\.Init"):
-            build(rank, change, init="fast")
-    model = build(rank, init="fast")
-    zero.shard(model)
-
-
-def test_fast_init_too(two: RankPool) -> None:
-    two.run(differ_fast)
-
-
 def given_by_rank(rank: int, world: int) -> None:
     """Values that no function was given after the parameter was registered are compared when the model is sharded."""
     with zero.Init():
