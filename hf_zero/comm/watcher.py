@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from threading import Event
 from typing import Any
 
 from .position import (
@@ -132,7 +133,7 @@ class Watcher:
         self._peers: dict[int, _Peer] = {}
         self._listener = Listener(own_address(store), self._answer)
         self.card = self._listener.card
-        self._stop = threading.Event()
+        self._stop = Event()
         self._thread = threading.Thread(target=self._run, name="hf_zero watch", daemon=True)
         self._thread.start()
         weakref.finalize(owner, self._end, os.getpid())  # runs at exit, too
