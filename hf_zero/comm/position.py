@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hmac
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -27,6 +28,8 @@ from ipaddress import ip_address
 from types import FrameType
 
 import psutil
+
+_log = logging.getLogger(__name__)
 
 _LIBRARIES = ("torch", "hf_zero", "accelerate", "transformers", "peft", "trl")
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -200,11 +203,14 @@ class Listener:
             except OSError:  # closed, or no descriptor is left
                 time.sleep(0.05)
                 continue
-            with suppress(OSError, TypeError, ValueError), connection, connection.makefile("rb") as lines:
-                connection.settimeout(ANSWER_S)
-                question = Message.of_bytes(lines.readline(_MOST_BYTES))
-                if hmac.compare_digest(question.token, self.card.token):
-                    connection.sendall(self._answer(question).to_bytes())
+            try:
+                with connection, connection.makefile("rb") as lines:
+                    connection.settimeout(ANSWER_S)
+                    question = Message.of_bytes(lines.readline(_MOST_BYTES))
+                    if hmac.compare_digest(question.token, self.card.token):
+                        connection.sendall(self._answer(question).to_bytes())
+            except Exception:  # must continue: without this thread the rank would seem to be stopped
+                _log.debug("a question of another rank was not answered", exc_info=True)
 
 
 class Contact(Enum):
