@@ -48,6 +48,8 @@ _ASK_S = 3.0
 """A wait this long asks for positions. Messages that a rank sent before it ended have arrived by then."""
 _SILENT = 0.7
 """A host without an answer for this part of `stall_s` cannot be reached."""
+_ENDING_S = 1.0
+"""Time in which a process that loses its connections ends."""
 _LEAVE_S = 0.5
 """Time that a rank takes to report its end."""
 
@@ -91,7 +93,7 @@ class _Peer:
     def note(self, contact: Contact, began: float) -> None:
         """Record what came of a question that was sent at `began`."""
         self.is_known |= contact in (Contact.SILENT, Contact.ANSWERED)
-        self.is_gone |= contact is Contact.GONE and self.is_known
+        self.is_gone |= contact is Contact.GONE and (self.is_known or not self.is_far)
         if contact is not Contact.UNREACHABLE:
             self.silent = None
         elif self.is_far and self.is_known:
@@ -410,11 +412,12 @@ class _Lane:
     def explain_error(self, *, is_lost: bool) -> str | None:
         """Return as `watch.Lane.explain_error`."""
         watcher = self._watcher
-        for _ in range(4 if watcher.stall_s else 0):  # another rank may just have ended, or raised its verdict
+        until = time.perf_counter() + _ENDING_S
+        while watcher.stall_s:  # another rank may just have ended, or raised its verdict
             _, theirs = self._ask_all()
             if verdict := self.verdict or self.received or theirs:
                 return verdict
-            if not is_lost or watcher.ended() or watcher.unreachable():
+            if not is_lost or watcher.ended() or watcher.unreachable() or time.perf_counter() > until:
                 break
             time.sleep(0.05)
         if not is_lost:
