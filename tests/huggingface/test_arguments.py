@@ -41,7 +41,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("trainer_job", tmp_path_factory.mktemp("peft"), "adapters")
+    return launch("peft_job", tmp_path_factory.mktemp("peft"))
 
 
 @pytest.mark.parametrize("check", ARGUMENTS)
@@ -52,7 +52,7 @@ def test_arguments(arguments: Results, check: str) -> None:
 
 @pytest.mark.parametrize("check", ADAPTERS)
 def test_adapters(adapters: Results, check: str) -> None:
-    """What each of them does and asserts is in `trainer_job.py`, under this name."""
+    """What each of them does and asserts is in `peft_job.py`, under this name."""
     adapters(check)
 
 

@@ -6,9 +6,7 @@ Each check asserts by itself; `test_accelerate.py` has the list of their names.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,14 +15,22 @@ import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration
+from accelerate_runs import Run, complete, equals_data_parallel, rank_0_distance, start, train, weights
+from accelerate_saves import (
+    ddp_state_into_zero,
+    export_without_optimizer,
+    save_fails_on_every_rank,
+    save_model_adapters,
+    save_model_files,
+    save_model_loads,
+    state_for_one_rank,
+    state_round_trip,
+)
 from harness import (
     OUT,
     RANK,
     Tokens,
-    barrier,
-    bert,
     check,
-    distance,
     files_under,
     fresh,
     gpt2,
@@ -32,102 +38,11 @@ from harness import (
     raised,
     watch,
 )
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Subset
-from transformers import BertForSequenceClassification, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2LMHeadModel
 
 import hf_zero as zero
-
-
-@dataclass
-class Run:
-    """One prepared training run."""
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: Any
-    loader: Any
-    scheduler: Any
-
-
-def start(
-    stage: int | None, accumulation: int = 1, precision: str = "no", seed: int = 0, plain_optimizer: bool = False
-) -> Run:
-    """`stage=None` is plain data parallel. Only the constructor's argument differs."""
-    fresh()
-    extra = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, **extra)
-    model = gpt2(seed)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    loader = DataLoader(Tokens(), batch_size=2)
-    return Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
-
-
-def train(run: Run, steps: int = 8, clip: float | None = 0.5, skip: int = 0) -> dict[str, list[float]]:
-    losses, norms = [], []
-    for number, batch in enumerate(run.loader):
-        if number < skip:
-            continue
-        if number >= skip + steps:
-            break
-        with run.accelerator.accumulate(run.model):
-            loss = run.model(**batch).loss
-            run.accelerator.backward(loss)
-            if run.accelerator.sync_gradients and clip is not None:
-                norms.append(float(run.accelerator.clip_grad_norm_(run.model.parameters(), clip)))
-            run.optimizer.step()
-            run.scheduler.step()
-            run.optimizer.zero_grad()
-        losses.append(float(run.accelerator.gather(loss.detach()).mean()))
-    return {"losses": losses, "norms": norms, "lr": [group["lr"] for group in run.optimizer.param_groups]}
-
-
-def weights(run: Run) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): t for name, t in run.accelerator.get_state_dict(run.model).items()}
-
-
-def evaluate(run: Run) -> float:
-    run.model.eval()
-    total = []
-    with torch.no_grad():
-        for batch in run.loader:
-            total.append(run.accelerator.gather_for_metrics(run.model(**batch).loss.repeat(2)))
-    run.model.train()
-    return float(torch.cat(total).mean())
-
-
-@functools.cache
-def complete(stage: int | None, **settings: Any) -> dict[str, Any]:
-    """Evaluated, trained, evaluated again. Made once for equal arguments: what others are compared with."""
-    settings = dict(settings)
-    clip = settings.pop("clip", 0.5)
-    run = start(stage, **settings)
-    out: dict[str, Any] = {"before": evaluate(run), **train(run, clip=clip), "after": evaluate(run)}
-    out["weights"], out["optimizer"] = weights(run), run.optimizer.state_dict()
-    return out
-
-
-def rank_0_distance(mine: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Rank 0 always has the values of a sharded model's `state_dict()`."""
-    return distance(mine, reference) if RANK == 0 else 0.0
-
-
-def equals_data_parallel(
-    stage: int, rel: float, weights: float, optimizer: float = float("inf"), **settings: Any
-) -> None:
-    """Curves, and how far the weights and the optimizer's state are apart at the end."""
-    mine, reference = complete(stage, **settings), complete(None, **settings)
-    for name in ("losses", "norms", "lr", "before", "after"):
-        assert mine[name] == pytest.approx(reference[name], rel=rel), (name, mine[name], reference[name])
-    assert distance(mine["weights"], reference["weights"]) <= weights
-    if RANK == 0:
-        assert optimizer_distance(mine["optimizer"], reference["optimizer"]) <= optimizer
-
 
 # ---- what surrounds the loop -----------------------------------------------------------------------------------------
 
@@ -195,198 +110,6 @@ def prepare_in_any_order() -> None:
 
     for work in (optimizer_first, one_by_one, twice, optimizer_of_a_sharded_model, evaluated_first):
         assert run_with(work) == 0.0, work.__name__
-
-
-def state_round_trip(stage: int) -> None:
-    whole = start(stage, accumulation=2)
-    train(whole, steps=4)
-    folder = OUT / f"state{stage}"
-    whole.accelerator.save_state(str(folder))
-    second = train(whole, steps=4, skip=4)
-    end = weights(whole), whole.optimizer.state_dict()
-    resumed = start(stage, accumulation=2, seed=99)
-    resumed.accelerator.load_state(str(folder))
-    again = train(resumed, steps=4, skip=4)
-    mine = weights(resumed), resumed.optimizer.state_dict()
-    assert again == second
-    assert rank_0_distance(mine[0], end[0]) == 0.0
-    assert RANK or optimizer_distance(mine[1], end[1]) == 0.0
-    assert files_under(folder) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "optimizer/exp_avg.safetensors",
-        "optimizer/exp_avg_sq.safetensors",
-        "optimizer/optimizer.json",
-        "random_states_0.pkl",
-        "random_states_1.pkl",
-        "scheduler.bin",
-        "zero_manifest.json",
-    ]
-
-
-def state_for_one_rank() -> None:
-    """A folder that one rank will load, and what it should find there."""
-    run = start(3)
-    train(run, steps=3)
-    run.accelerator.save_state(str(OUT / "for_one_rank"))
-    state, optimizer = weights(run), run.optimizer.state_dict()
-    if RANK == 0:
-        torch.save({"weights": dict(state), "optimizer": optimizer}, OUT / "for_one_rank.pt")
-
-
-def ddp_state_into_zero() -> None:
-    """A `save_state` folder of plain data parallel goes on at stage 2, and ends where data parallel ends."""
-    plain = start(None)
-    train(plain, steps=4)
-    folder = OUT / "state_ddp"
-    plain.accelerator.save_state(str(folder))
-    barrier()
-    train(plain, steps=4, skip=4)
-    end = weights(plain)
-    sharded = start(2, seed=99)
-    sharded.accelerator.load_state(str(folder))
-    train(sharded, steps=4, skip=4)
-    assert rank_0_distance(weights(sharded), end) < 5e-6
-
-
-DESCRIPTION = ["config.json", "generation_config.json"]
-
-
-def save_model_files() -> None:
-    run = start(3)
-    run.model.generation_config.max_length = 17
-    train(run, steps=2)
-    accelerator = run.accelerator
-    accelerator.save_model(run.model, str(OUT / "one_file"))
-    accelerator.save_model(run.model, str(OUT / "many_files"), max_shard_size="20KB")
-    accelerator.save_model(run.model, str(OUT / "pickled"), safe_serialization=False)
-    run.model.save_pretrained(str(OUT / "pretrained"), is_main_process=accelerator.is_main_process)
-    state = weights(run)
-    barrier()
-    assert files_under(OUT / "one_file") == [*DESCRIPTION, "model.safetensors", "zero_manifest.json"]
-    assert "model.safetensors.index.json" in files_under(OUT / "many_files")
-    assert files_under(OUT / "pickled") == [*DESCRIPTION, "pytorch_model.bin", "zero_manifest.json"]
-    if RANK == 0:
-        twin = gpt2()
-        twin.load_state_dict(dict(state))
-        fresh()
-        Accelerator(cpu=True).save_model(twin, str(OUT / "stock"), max_shard_size="20KB")
-        for path in (OUT / "stock").glob("*.safetensors"):
-            assert path.read_bytes() == (OUT / "many_files" / path.name).read_bytes(), path.name
-        for name in ("one_file", "many_files"):
-            loaded: dict[str, Tensor] = {}
-            for path in sorted((OUT / name).glob("*.safetensors")):
-                loaded |= load_file(path)
-            assert distance(loaded, {key: state[key] for key in loaded}) == 0.0
-            assert set(state) - set(loaded) == {"lm_head.weight"}, "tied: written once"
-        for name in ("pretrained", "one_file", "many_files", "pickled"):
-            reloaded, told = GPT2LMHeadModel.from_pretrained(OUT / name, output_loading_info=True)
-            assert distance(dict(reloaded.state_dict()), dict(state)) == 0.0, name
-            assert not any(told.values()), (name, told)
-            assert reloaded.lm_head.weight is reloaded.transformer.wte.weight, "tied"
-            assert reloaded.generation_config.max_length == 17, name
-
-
-def moe() -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
-
-
-def save_model_loads(stage: int, offload: str) -> None:
-    """A folder of `save_model` is one of `from_pretrained` where the model has a config, whatever it is; trained, or only
-    evaluated; under bfloat16, in the type that the weights have."""
-    fresh()
-    plugin = zero.ZeroPlugin(
-        stage=stage, offload_params=offload, offload_dir=str(OUT / "tier") if offload == "disk" else None
-    )
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=plugin)
-    for number, (cls, build) in enumerate({BertForSequenceClassification: bert, MixtralForCausalLM: moe}.items()):
-        for trained in (True, False):
-            folder = OUT / f"loads{stage}{offload}" / f"{number}{trained}"
-            model: Any = build()
-            if trained:
-                model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-                accelerator.backward(model(input_ids=Tokens()[RANK]["input_ids"][None]).logits.square().mean())
-                optimizer.step()
-            else:
-                model = accelerator.prepare_model(model, evaluation_mode=True)
-            accelerator.save_model(model, str(folder), max_shard_size="30KB")
-            state = {name: value.clone() for name, value in model.state_dict().items()}
-            barrier()
-            if RANK == 0:
-                again, told = cls.from_pretrained(folder, output_loading_info=True)
-                assert not any(told.values()), told
-                assert again.config.dtype == torch.float32
-                assert distance(dict(again.state_dict()), state) == 0.0
-                assert (folder / "model.safetensors.index.json").is_file()
-            barrier()
-    line, optimizer = accelerator.prepare(line := nn.Linear(3, 3), torch.optim.SGD(line.parameters(), lr=0.1))
-    accelerator.save_model(line, str(OUT / f"line{stage}{offload}"))
-    barrier()
-    assert files_under(OUT / f"line{stage}{offload}") == ["model.safetensors", "zero_manifest.json"]
-
-
-def save_model_adapters(stage: int) -> None:
-    """Of a PEFT model: its adapters, which `PeftModel.from_pretrained` reads."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    fresh()
-    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage))
-    model: Any = get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-    params = [p for p in model.parameters() if p.requires_grad]
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(params, lr=1e-2))
-    for _ in range(2):  # B begins at 0
-        accelerator.backward(model(**{k: v[None] for k, v in Tokens()[RANK].items()}).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.save_model(model, str(OUT / f"lora{stage}"))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    barrier()
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files_under(OUT / f"lora{stage}"))
-    assert "model.safetensors" not in files_under(OUT / f"lora{stage}")
-    if RANK == 0:
-        again = PeftModel.from_pretrained(gpt2(), OUT / f"lora{stage}")
-        assert distance(dict(again.state_dict()), state) == 0.0
-
-
-def export_without_optimizer(stage: int, born: bool) -> None:
-    """A model that is never trained here: created under `zero.Init` or sharded, saved, exported, loaded by transformers."""
-    place = OUT / f"export{stage}{born}"
-    torch.manual_seed(4)
-    with zero.Init() if born else contextlib.nullcontext():
-        model: Any = GPT2LMHeadModel(gpt2().config) if born else gpt2(4)
-    if born:
-        with zero.Init():  # outside, reads of values raise
-            model.save_pretrained(place / "before", is_main_process=RANK == 0)
-    engine = zero.shard(model, None, zero.ZeroConfig(stage=stage))
-    engine.save(place / "checkpoint")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    barrier()
-    if RANK == 0:
-        zero.verify(place / "checkpoint")
-        zero.export(place / "checkpoint", place / "whole")
-        zero.export(place / "checkpoint", place / "half", dtype="bfloat16")
-        for folder in (["before"] if born else []) + ["whole"]:
-            again, told = GPT2LMHeadModel.from_pretrained(place / folder, output_loading_info=True)
-            assert not any(told.values()), (folder, told)
-            assert distance(dict(again.state_dict()), state) == 0.0, folder
-        half = GPT2LMHeadModel.from_pretrained(place / "half", dtype="auto").state_dict()
-        assert distance(dict(half), {name: value.bfloat16() for name, value in state.items()}) == 0.0
-    barrier()
-
-
-def save_fails_on_every_rank() -> None:
-    run = start(3)
-    (OUT / "a_file").write_text("not a folder")
-    barrier()
-    message = raised(lambda: run.accelerator.save_model(run.model, str(OUT / "a_file" / "model")))
-    assert message.startswith("CheckpointError: "), message
-    assert "a_file" in message, message
 
 
 def clip_choices() -> None:

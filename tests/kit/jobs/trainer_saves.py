@@ -1,0 +1,251 @@
+"""What the stock Trainer saves and loads: rotation, damage, crashes, saves behind training, files of others."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import shutil
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import (
+    OUT,
+    RANK,
+    barrier,
+    distance,
+    files_under,
+    gpt2,
+    raised,
+)
+from trainer_runs import (
+    FOLDER,
+    assert_error,
+    curve,
+    folders_in,
+    saved,
+    trainer,
+)
+from transformers import (
+    Trainer,
+    TrainerCallback,
+)
+
+import hf_zero as zero
+
+
+def rotation() -> None:
+    """`save_total_limit`: the best and the last stay, what is not complete goes first."""
+    folder = OUT / "rotation"
+    if RANK == 0:
+        (folder / "checkpoint-99").mkdir(parents=True)
+        (folder / "checkpoint-99" / "config.json").write_text("{}")
+        (folder / ".checkpoint-98.zero_saving").mkdir()  # of a job that was killed
+    barrier()
+    run = trainer("rotation", 3, save_steps=2, eval_steps=2, save_total_limit=2, load_best_model_at_end=True)
+    run.train()
+    barrier()
+    names = folders_in(folder)
+    assert len(names) == 2
+    assert {"checkpoint-8", Path(run.state.best_model_checkpoint or "").name} <= names
+    assert not {"checkpoint-99", ".checkpoint-98.zero_saving"} & names
+
+
+class Broken(Trainer):
+    """Its rank 1 cannot write, from the second checkpoint on."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if RANK == 1 and self.state.global_step > 4:
+            raise OSError("no space left")
+        super()._save_rng_state(output_dir)
+
+
+def crash(async_save: bool) -> None:
+    """A failed checkpoint leaves the one before."""
+    name = f"crash{int(async_save)}"
+    run = trainer(name, 2, kind=Broken, async_save=async_save)
+    assert_error(raised(run.train), "CheckpointError", "failed on rank 1: OSError: no space left")
+    barrier()
+    assert zero.verify(OUT / name / "checkpoint-4").facts["world_size"] == 2
+    assert folders_in(OUT / name) == {"checkpoint-4"}
+
+
+class SmallDisk(TrainerCallback):
+    """From the seventh step on the kernel lets no file of rank 1 grow beyond 20 KB: its weights do not fit."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if RANK == 1 and state.global_step == 7:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def fails_behind() -> None:
+    """The failure happens in the writing thread, while training goes on; the end of training reports it."""
+    run = trainer("fails_behind", 3, async_save=True, callbacks=[SmallDisk()])
+    try:
+        said = raised(run.train)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    barrier()
+    assert_error(said, "CheckpointError", "checkpoint-8", "File too large")
+    assert folders_in(OUT / "fails_behind") == {"checkpoint-4"}
+
+
+def damaged(source: str) -> None:
+    """A copy of a run whose newest checkpoint has one bit flipped: `resume_from_checkpoint=True` says so and goes on."""
+    name = "damaged"
+    if RANK == 0:
+        shutil.copytree(OUT / source, OUT / name)
+        victim = OUT / name / "checkpoint-8" / "optimizer" / "exp_avg.safetensors"
+        data = bytearray(victim.read_bytes())
+        data[-5] ^= 4
+        victim.write_bytes(data)
+    barrier()
+    run = trainer(name, 3, seed=99)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(resume_from_checkpoint=True)
+    barrier()
+    zero.verify(OUT / name / "checkpoint-8")
+    assert distance(saved(OUT / name / "checkpoint-8"), saved(OUT / source / "checkpoint-8")) == 0.0
+    warned = [str(item.message) for item in caught if "Passed over" in str(item.message)]
+    assert len(warned) == (RANK == 0), "rank 0 speaks"
+    for message in warned:
+        assert "checkpoint-4. Passed over: checkpoint-8:" in message
+        assert "exp_avg.safetensors is damaged" in message
+
+
+class Damages(TrainerCallback):
+    """The best checkpoint goes bad when the last is there."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if RANK == 0 and state.global_step == 8:
+            victim = Path(state.best_model_checkpoint) / "model.safetensors"
+            data = bytearray(victim.read_bytes())
+            data[-5] ^= 4
+            victim.write_bytes(data)
+        barrier()  # the other rank may be the one that checks these bytes
+
+
+def damaged_best() -> None:
+    """At the end the stock Trainer drops all checkpoints but the best."""
+    options = {"save_total_limit": 1, "metric_for_best_model": "eval_loss"}
+    run = trainer("damaged_best", 3, save_steps=4, eval_steps=4, callbacks=[Damages()], **options)
+    run.train()
+    barrier()
+    assert Path(run.state.best_model_checkpoint).name == "checkpoint-4"
+    assert (OUT / "damaged_best" / "checkpoint-8").is_dir()
+
+
+def nothing_left(source: str) -> None:
+    """Every checkpoint is damaged: no fresh start behind the user's back."""
+    folder = OUT / "nothing_left"
+    if RANK == 0:
+        shutil.copytree(OUT / source, folder)
+        for path in folder.glob("checkpoint-*/zero_manifest.json"):
+            path.unlink()
+    barrier()
+    run = trainer("nothing_left", 3)
+    message = raised(lambda: run.train(resume_from_checkpoint=True))
+    assert_error(message, "CheckpointError", "holds 2 checkpoint folders and none is complete: checkpoint-8: ")
+
+
+def behind() -> None:
+    """Written behind training: the same files as when training waits."""
+    settings: dict[str, Any] = {"save_steps": 2, "save_total_limit": 3, "load_best_model_at_end": True, "eval_steps": 2}
+    runs = {}
+    for name, async_save in (("waits", False), ("behind", True)):
+        run = trainer(name, 3, async_save=async_save, **settings)
+        run.train()
+        barrier()
+        runs[name] = curve(run)
+    differ = {"training_args.bin", "trainer_state.json", "zero_manifest.json"}  # paths, seconds, digests of these
+    differ |= {"zero_steps.jsonl", "zero_steps.rank1.jsonl"}
+    names = [files_under(OUT / name) for name in ("waits", "behind")]
+    assert names[0]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if Path(name).name not in differ:
+            assert (OUT / "waits" / name).read_bytes() == (OUT / "behind" / name).read_bytes(), name
+    states = [json.loads((OUT / "behind" / n).read_text()) for n in names[1] if n.endswith("trainer_state.json")]
+    assert len(states) == 3
+    for state in states:
+        assert str(OUT / "behind" / "checkpoint-") in (state["best_model_checkpoint"] or ""), "of the finished one"
+    assert runs["waits"] == runs["behind"]
+
+
+def two_nodes() -> bool:
+    """False where this process may not mount a file system. Rank 0's node gets the whole checkpoint, the other nothing.
+
+    Rank 1 has a disk of its own where rank 0 saves: a file system mounted over the folder, for this thread alone.
+    """
+    folder = OUT / "node"
+    if RANK == 0:
+        folder.mkdir()
+    barrier()
+    apart = True
+    if RANK == 1:
+        libc = ctypes.CDLL(None, use_errno=True)
+        new_mounts, private = 0x00020000, 0x4000 | 0x40000
+        apart = (
+            libc.unshare(new_mounts) == 0
+            and libc.mount(b"none", b"/", None, private, None) == 0
+            and libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=16m") == 0
+        )
+    if not agreed(apart):
+        return False
+    trainer("node", 3).train()
+    barrier()
+    if RANK == 0:
+        files = [name for name in files_under(folder) if name.startswith("checkpoint-8/")]
+        assert files == [f"checkpoint-8/{name}" for name in sorted([*FOLDER, "training_args.bin"])]
+        zero.verify(folder / "checkpoint-8")
+    else:
+        assert not folders_in(folder)
+    run = trainer("node", 3)
+    message = raised(lambda: run.train(resume_from_checkpoint=str(folder / "checkpoint-4")))
+    assert_error(message, "CheckpointError", "is missing on ranks [1]")  # to resume, both need to see it
+    return True
+
+
+def agreed(answer: bool) -> bool:
+    answers: list[Any] = [None, None]
+    torch.distributed.all_gather_object(answers, answer)
+    return all(answers)
+
+
+def born(source: str) -> None:
+    """A model that never was whole on a rank: trained, saved, and resumed into another such model."""
+    with zero.Init():
+        model = gpt2()
+    run = trainer("born", 3, model=model, load_best_model_at_end=True)
+    run.train()
+    barrier()
+    assert distance(saved(OUT / "born" / "checkpoint-8"), saved(OUT / source / "checkpoint-8")) == 0.0
+    with zero.Init():
+        model = gpt2(seed=99)
+    again = trainer("born_again", 3, model=model)
+    again.train(resume_from_checkpoint=str(OUT / "born" / "checkpoint-4"))
+    assert distance(saved(OUT / "born_again" / "checkpoint-8"), saved(OUT / source / "checkpoint-8")) == 0.0
+    with zero.Init():
+        model = gpt2(seed=98)
+    again = trainer("born_from_ddp", 3, model=model)
+    again.train(resume_from_checkpoint=str(OUT / "ddp" / "checkpoint-4"))
+    assert distance(saved(OUT / "born_from_ddp" / "checkpoint-8"), saved(OUT / "ddp" / "checkpoint-8")) < 1e-5
+
+
+def plain_from_ours() -> None:
+    """Plain data parallel is told that there is no state that it could read."""
+    message = raised(lambda: trainer("plain_resumes", None).train(str(OUT / "stage3" / "checkpoint-4")))
+    assert "optimizer.pt" in message, message
+
+
+def save_only_model() -> None:
+    trainer("only_model", 3, save_only_model=True).train()
+    barrier()
+    files = files_under(OUT / "only_model" / "checkpoint-8")
+    assert {"model.safetensors", "zero_manifest.json"} <= set(files)
+    assert not [name for name in files if "optimizer" in name or "rng" in name]
