@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kit.pool import RankFailure, RankPool
 from tests.oracle import WORLD_LIMIT_S, default_rows, fresh_folder, on_rank
 from tests.programs import PROGRAMS
-from tests.settings import Setting
+from tests.settings import EVERYDAY, Setting, product
 
 pytestmark = pytest.mark.gloo
 
@@ -41,6 +42,14 @@ def check(pools: dict[int, RankPool], name: str, chosen: Sequence[Setting]) -> N
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(pools: dict[int, RankPool], name: str) -> None:
     check(pools, name, default_rows()[name])
+
+
+def test_default_rows_hold_every_stage_with_every_tier_and_precision() -> None:
+    def held(rows: Iterable[Setting]) -> set[Any]:
+        return {(row.stage, value) for row in rows for value in (row.tier, row.precision)}
+
+    trained = [row for name, rows in default_rows().items() for row in rows if PROGRAMS[name].refusal(row) is None]
+    assert held(product(EVERYDAY, lambda row: True)) <= held(trained)
 
 
 @pytest.mark.wide

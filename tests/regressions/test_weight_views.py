@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
 from tests.kit.pool import RankPool
+from tests.kit.rows import each_value
 
 pytestmark = pytest.mark.gloo
 WIDTH, STEPS = 16, 7
@@ -207,8 +208,7 @@ def test_a_forward_gives_a_view_away(two: RankPool, case: str) -> None:
     two.run(gives, case, {"stage": 3})
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("case", KEEPS)
+@pytest.mark.parametrize(("case", "when"), each_value(KEEPS, WHEN))
 def test_a_module_keeps_a_view(two: RankPool, case: str, when: str) -> None:
     two.run(keeps, case, when, {"stage": 3})
 
