@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,6 +141,7 @@ def covering(rows: Sequence[Setting], seed: str) -> list[Setting]:
 
 def rarest(rows: Iterable[Setting], met: Counter[Any]) -> Setting:
     """Return the row whose pairs of values were met least often, and count it in `met`."""
-    chosen = max(rows, key=lambda row: sum(1 / (1 + met[pair]) for pair in pairs(row)))
+    # `fsum`: the order of a set differs between processes, and with it a rounded sum.
+    chosen = max(rows, key=lambda row: math.fsum(1 / (1 + met[pair]) for pair in pairs(row)))
     met.update(pairs(chosen))
     return chosen
