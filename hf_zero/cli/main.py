@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -44,37 +44,29 @@ def _check_size(value: str | None, parameter: typer.CallbackParam) -> str | None
     return value
 
 
-def _at_most(most: float) -> Callable[..., Any]:
-    def check(value: float | None, parameter: typer.CallbackParam) -> float | None:
-        if value is not None and not value <= most:
-            raise ConfigError(f"{parameter.opts[0]} must be at most {most:,}, found {value}")
-        return value
-
-    return check
-
-
 def _path(help: str, metavar: str) -> Any:
     return typer.Argument(help=help, metavar=metavar, callback=_check_name)
 
 
-def _flag(help: str | None = None, metavar: str | None = None, most: float | None = None) -> Any:
-    check = None if most is None else _at_most(most)
-    return typer.Option(help=help, metavar=metavar, callback=check, show_default=True)
+def _flag(help: str, metavar: str | None = None) -> Any:
+    return typer.Option(help=help, metavar=metavar)
+
+
+def _count(help: str, most: int, metavar: str | None = None, least: int = 1) -> Any:
+    return typer.Option(help=help, metavar=metavar, min=least, max=most)
 
 
 def _size(help: str) -> Any:
     return typer.Option(help=help, metavar="SIZE", callback=_check_size)
 
 
-def _setting(name: str, metavar: str | None = None, most: float | None = None) -> Any:
-    """A field of `ZeroConfig`, with its help."""
-    return _flag(ZeroConfig.__dataclass_fields__[name].metadata["help"], metavar, most)
+def _help_of(name: str) -> str:
+    """Return the help of a field of `ZeroConfig`."""
+    return str(ZeroConfig.__dataclass_fields__[name].metadata["help"])
 
 
-def _at_least_1(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
+def _setting(name: str, metavar: str | None = None) -> Any:
+    return _flag(_help_of(name), metavar)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -88,21 +80,21 @@ Wire = Literal["none", "int8", "fp8"]
 
 def plan(
     model: Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")],
-    world_size: Annotated[int, _flag("Number of ranks.", most=MOST_RANKS)] = 8,
+    world_size: Annotated[int, _count("Number of ranks.", MOST_RANKS)] = 8,
     zero_stage: Annotated[int | None, _flag("Only this stage, with all details.", "[0|1|2|3]")] = None,
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")] = "bf16",
     device_memory: Annotated[str | None, _size("Device memory per rank, such as 24GiB.")] = None,
     host_memory: Annotated[str | None, _size("Host memory per rank.")] = None,
-    batch: Annotated[int, _flag("Sequences of a rank (or group of --zero-sp-size) per forward.", "ROWS", 10**6)] = 1,
-    sequence: Annotated[int, _flag("Tokens of each sequence.", "TOKENS", 10**8)] = 2048,
-    accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 10**6)] = 1,
+    batch: Annotated[int, _count("Sequences of a rank (or group of --zero-sp-size) per forward.", 10**6, "ROWS")] = 1,
+    sequence: Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")] = 2048,
+    accumulation: Annotated[int, _count("Micro-batches per step.", 10**6, "N")] = 1,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
     ] = False,
     zero_offload_activations: Annotated[Literal["none", "cpu", "disk"], _setting("offload_activations")] = "none",
-    zero_sp_size: Annotated[int, _setting("sp_size", "S", MOST_RANKS)] = 1,
+    zero_sp_size: Annotated[int, _count(_help_of("sp_size"), MOST_RANKS, "S")] = 1,
     zero_chunked_loss: Annotated[Literal["false", "true", "auto"], _setting("chunked_loss")] = "false",
-    lora: Annotated[int, _flag("Train LoRA matrices of this rank; the model is frozen.", "RANK", 10**4)] = 0,
+    lora: Annotated[int, _count("Train LoRA matrices of this rank; the model is frozen.", 10**4, "RANK", 0)] = 0,
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="With --lora: the frozen model is quantized (QLoRA).")
     ] = False,
@@ -114,12 +106,12 @@ def plan(
     zero_reduce_dtype: Annotated[str | None, _setting("reduce_dtype", "DTYPE")] = None,
     zero_full_precision: Annotated[str, _setting("full_precision", "NAMES")] = "",
     zero_units: Annotated[str, _setting("units", "NAMES")] = "",
-    zero_replicas: Annotated[int, _setting("replicas", "R", MOST_RANKS)] = 1,
+    zero_replicas: Annotated[int, _count(_help_of("replicas"), MOST_RANKS, "R")] = 1,
     zero_wire: Annotated[Wire, _setting("wire")] = "none",
     keep_gathered: Annotated[str | None, _size("Device memory for units that stay gathered.")] = None,
     disk_space: Annotated[str | None, _size("Space per rank in the offload folder.")] = None,
-    optimizer_tensors: Annotated[int, _flag("State tensors per parameter; Adam has 2.", most=100)] = 2,
-    machine: Annotated[str | None, _flag("Sizes and speeds that `hf-zero probe` wrote.", "FILE")] = None,
+    optimizer_tensors: Annotated[int, _count("State tensors per parameter; Adam has 2.", 100, least=0)] = 2,
+    machine: Annotated[str | None, _flag("JSON with sizes and speeds of one rank (docs/PLAN.md).", "FILE")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -138,7 +130,6 @@ def plan(
 
     Exit status 1: nothing fits the memory that was given.
     """
-    _at_least_1(world_size=world_size, batch=batch, sequence=sequence, accumulation=accumulation)
     if load_in_4bit and not lora:
         raise ConfigError("--load-in-4bit needs --lora RANK: quantized weights are frozen")
     config = ZeroConfig(
@@ -183,51 +174,24 @@ def plan(
     raise typer.Exit(run(asked, zero_stage is None, json))
 
 
-def probe(
-    offload_dir: Annotated[str | None, _flag("Folder on the disk to measure (default: temporary).", "DIR")] = None,
-    output: Annotated[str | None, _flag("Write the result only there.", "FILE")] = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Measure memory, disk, link and collectives of this machine.
-
-    Takes some seconds on an idle machine. Under torchrun it also measures the collectives between
-    the ranks. The result is kept for this machine: `hf-zero plan` uses it, and so does training
-    with a tier of `auto`.
-
-    \b
-    Examples:
-      hf-zero probe --offload-dir /fast/disk
-      hf-zero probe --output machine.json
-      torchrun --nproc-per-node 8 -m hf_zero probe
-    """
-    from .doctor import probe as run
-
-    run(offload_dir, output, json)
-
-
 def simulate(
     model: Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")],
-    world_size: Annotated[int, _flag("Number of ranks.", most=1 << 14)] = 8,
-    nodes: Annotated[int, _flag("Number of machines, with equal numbers of ranks.", most=1 << 14)] = 1,
+    world_size: Annotated[int, _count("Number of ranks.", 1 << 14)] = 8,
+    nodes: Annotated[int, _count("Number of machines, with equal numbers of ranks.", 1 << 14)] = 1,
     zero_stage: Annotated[int, _setting("stage", "[0|1|2|3]")] = 2,
     mixed_precision: Annotated[Literal["no", "bf16"], _flag("Compute precision.")] = "bf16",
-    accumulation: Annotated[int, _flag("Micro-batches per step.", "N", 256)] = 1,
-    batch: Annotated[int, _flag("Sequences per rank and forward.", "ROWS", 10**6)] = 1,
-    sequence: Annotated[int, _flag("Tokens of each sequence.", "TOKENS", 10**8)] = 128,
+    accumulation: Annotated[int, _count("Micro-batches per step.", 256, "N")] = 1,
+    batch: Annotated[int, _count("Sequences per rank and forward.", 10**6, "ROWS")] = 1,
+    sequence: Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")] = 128,
     network: Annotated[
         Literal["nvlink", "infiniband", "ethernet"], _flag("Between machines; within one it is NVLink.")
     ] = "infiniband",
-    adapters: Annotated[int, _flag("Network adapters of one machine; 0: one for each of its ranks.", "N", 1 << 14)] = 0,
-    flops: Annotated[
-        float | None,
-        _flag("Floating-point operations per second of one rank (default: the machine's, else 4e14).", "RATE", 10**21),
-    ] = None,
-    machine: Annotated[
-        str | None, _flag("Speeds within a machine, as `hf-zero probe` wrote them (default: an H100's).", "FILE")
-    ] = None,
+    adapters: Annotated[
+        int, _count("Network adapters of one machine; 0: one for each of its ranks.", 1 << 14, "N", 0)
+    ] = 0,
+    machine: Annotated[str | None, _flag("JSON with speeds of one rank (default: an H100's).", "FILE")] = None,
     zero_units: Annotated[str, _setting("units", "NAMES")] = "",
-    zero_replicas: Annotated[int, _setting("replicas", "R", 1 << 14)] = 1,
+    zero_replicas: Annotated[int, _count(_help_of("replicas"), 1 << 14, "R")] = 1,
     zero_wire: Annotated[Wire, _setting("wire")] = "none",
     keep_gathered: Annotated[str | None, _size("Device memory per rank for units that stay gathered.")] = None,
     json: Json = False,
@@ -245,11 +209,6 @@ def simulate(
       hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3
       hf-zero simulate llama3-8b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
     """
-    _at_least_1(
-        world_size=world_size, nodes=nodes, accumulation=accumulation, batch=batch, sequence=sequence, flops=flops
-    )
-    if adapters < 0:
-        raise ConfigError(f"--adapters must not be negative, found {adapters}")
     if world_size % nodes:
         raise ConfigError(f"{world_size} ranks do not divide by {nodes} nodes")
     config = ZeroConfig(
@@ -262,7 +221,7 @@ def simulate(
     from .plan import Asked
     from .simulate import hardware, run
 
-    speeds, links = hardware(mixed_precision, world_size, nodes, network, adapters, flops, machine)
+    speeds, links = hardware(mixed_precision, world_size, nodes, network, adapters, machine)
     found = build(model, what, source)
     asked = Asked(
         model=found,
@@ -330,26 +289,22 @@ def export(
 
 def report(
     folder: Annotated[str, _path("Folder with zero_steps.jsonl, or that file.", "RUN")],
-    other: Annotated[str | None, _path("A second run, to compare with.", "RUN2")] = None,
-    png: Annotated[str | None, _flag("Draw loss, throughput and memory.", "FILE.png")] = None,
     html: Annotated[str | None, _flag("Write one interactive page that needs no other file.", "FILE.html")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show how a recorded run went: loss, speed, memory against the plan; also of a run in progress.
 
-    Reads the zero_steps.jsonl of all ranks, which ZeroCallback or engine.record writes. With two
-    runs: what differs.
+    Reads the zero_steps.jsonl of all ranks, which ZeroCallback or engine.record writes.
 
     \b
     Examples:
       hf-zero report out
       hf-zero report out --html report.html
-      hf-zero report out other --html both.html
     """
     from .report_page import run
 
-    run(folder, other, png, html, json)
+    run(folder, html, json)
 
 
 def migrate(
@@ -409,7 +364,7 @@ def _general(
 
 
 app.callback()(_general)
-for _command in (plan, probe, simulate, verify, export, report, migrate, doctor):
+for _command in (plan, simulate, verify, export, report, migrate, doctor):
     app.command()(_command)
 
 
@@ -422,8 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if bad := next((word for word in words if "\0" in word), None):
             raise ConfigError(f"an argument has a null character: {bad[:40]!r}")
-        app(words, prog_name="hf-zero")
-    except SystemExit as end:
+        return int(app(words, prog_name="hf-zero", standalone_mode=False) or OK)
+    except SystemExit as end:  # completion in a shell
         return int(end.code or 0)
     except Exception as error:
         if "--debug" in words:
@@ -431,13 +386,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Names in files may contain control characters, which could move the terminal's cursor.
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _words(error))
         print(f"hf-zero: {line}", file=sys.stderr)
-        return USAGE if isinstance(error, ConfigError) else WRONG
-    return OK
+        return USAGE if isinstance(error, ConfigError) or _is_typers(error) else WRONG
+
+
+def _is_typers(error: Exception) -> bool:
+    """Return True for invalid arguments. Newer versions of typer have a copy of click's classes of errors."""
+    return isinstance(error, typer.BadParameter.__mro__[2])
 
 
 def _words(error: Exception) -> str:
     if isinstance(error, ZeroError):
         return str(error)
+    if _is_typers(error):
+        typed: Any = error
+        command = "hf-zero" if getattr(typed, "ctx", None) is None else typed.ctx.command_path
+        return f"{typed.format_message().rstrip('.')}. See {command} --help."
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, (OSError, ValueError)):

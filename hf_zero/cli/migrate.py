@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from ..config import STAGES, ZeroConfig
 from ..errors import ConfigError
 from . import OK, WRONG
 from .files import read_settings
-from .show import as_command, as_flags, as_plugin, pasted, print_json, text
+from .show import as_command, as_flags, as_plugin, as_training_arguments, pasted, print_json, table, text
 
 Verdict = Literal["same", "trainer", "not needed", "to do", "lost", "stays"]
 """same: a setting of hf_zero. trainer: an argument of the Trainer or Accelerator. not needed: the
@@ -451,29 +450,28 @@ def _finish(made: Migration) -> None:
 
 _ORDER = (*ATTENTION, "same", "trainer", "stays", "not needed")
 _STYLES = {"lost": "bold red", UNKNOWN: "bold red", "to do": "yellow", "same": "green", "trainer": "green"}
-_LONG_VALUE = 24
-"""Characters of a value from which on it is not shown."""
+_LONG = 44
+"""Characters of a key with its value from which on the value is not shown."""
 
 
 def _show(made: Migration, file: str) -> None:
+    """Print the command, the same as code, and one table of all settings: those that need attention first."""
     console = Console()
     text(console, "Run your script (with zero.ZeroTrainingArguments) as:", "bold")
     pasted(console, as_command(made.ranks, made.settings, made.trainer))
-    text(console, "Or in Python, TrainingArguments(parallelism_config=…) or Accelerator(parallelism_config=…):", "bold")
-    pasted(console, as_plugin(made.settings))
+    text(console, "Or in Python (for an Accelerator, the last argument alone):", "bold")
+    for line in as_training_arguments(made.settings, made.trainer):
+        pasted(console, line)
     text(console, "Remove the DeepSpeed or FSDP settings from the script and from accelerate's configuration.")
-    text(console, "")
-    text(console, f"{file} ({made.kind})", "bold")
-    alike: dict[str, dict[tuple[str, str], list[str]]] = {}
+    alike: dict[tuple[str, str], list[str]] = {}
     for found in sorted(made.findings, key=lambda found: _ORDER.index(found.verdict)):
         value = json.dumps(found.value)
-        shown = "" if found.value is None or len(value) > _LONG_VALUE else f": {value}"
-        group = alike.setdefault(found.verdict, {}).setdefault((found.becomes, found.why), [])
-        group.append(found.key + shown)
-    for verdict, groups in alike.items():
-        text(console, verdict, _STYLES.get(verdict, "bold"))
-        for (becomes, why), names in groups.items():
-            for name in names:  # one line each: keys are never broken
-                console.print(f"  {name}", markup=False, highlight=False, soft_wrap=True)
-            here = "; ".join(filter(None, (becomes, why)))
-            console.print(Padding(Text(f"→ {here}"), (0, 0, 0, 6), expand=False))
+        key = found.key.removeprefix(_ZERO)
+        key += "" if found.value is None or len(key) + len(value) > _LONG else f": {value}"
+        here = "; ".join(filter(None, (found.becomes, found.why)))
+        alike.setdefault((found.verdict, here), []).append(key)
+    rows = [
+        (Text("\n".join(keys)), Text.assemble((verdict, _STYLES.get(verdict, "bold")), f": {here}"))
+        for (verdict, here), keys in alike.items()
+    ]
+    table(console, f"{file} ({made.kind})", ("setting", "becomes"), rows, left=2, whole=1)

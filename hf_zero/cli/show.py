@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -17,12 +17,24 @@ Row = Sequence[str | Text]
 
 
 def table(
-    console: Console, title: str, columns: Row, *sections: Iterable[Row], caption: str = "", left: int = 1
+    console: Console,
+    title: str,
+    columns: Row,
+    *sections: Iterable[Row],
+    caption: str = "",
+    left: int = 1,
+    whole: int = 0,
 ) -> None:
-    """Print a title, sections of rows and a caption. All but the first `left` columns are numbers."""
+    """Print a title, sections of rows and a caption.
+
+    Args:
+        left: number of columns with text; the others are numbers.
+        whole: number of columns whose words are never broken.
+    """
     made = Table()
     for place, column in enumerate(columns):
-        made.add_column(column, justify="left" if place < left else "right", overflow="fold")
+        justify: JustifyMethod = "left" if place < left else "right"
+        made.add_column(column, justify=justify, overflow="fold", no_wrap=place < whole)
     for rows in sections:
         for row in rows:
             made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from rich.console import Console
 
@@ -20,34 +20,27 @@ NOMINAL_DEVICE_BANDWIDTH = 3.35e12
 
 
 def hardware(
-    mixed_precision: str, ranks: int, nodes: int, far: str, adapters: int, flops: float | None, file: str | None
+    mixed_precision: str, ranks: int, nodes: int, far: str, adapters: int, file: str | None
 ) -> tuple[Machine, Network]:
-    """Return a rank's device and the links between ranks: nominal, or those of a machine file.
+    """Return a rank's device and the links between ranks: an H100's, or those of a machine file.
 
     Args:
         far: name of the link between machines.
         adapters: of one machine; 0: one for each of its ranks.
-        flops: operations per second of matrix products; None: the machine's.
 
     Raises:
         ConfigError: the file lacks a speed that is needed.
     """
-    near, machine = LINKS["nvlink"], Machine(device_bandwidth=NOMINAL_DEVICE_BANDWIDTH)
     dtype = "bfloat16" if mixed_precision == "bf16" else "float32"
+    near, machine = LINKS["nvlink"], Machine(device_bandwidth=NOMINAL_DEVICE_BANDWIDTH, flops={dtype: NOMINAL_FLOPS})
     if file is not None:
         machine = Machine.load(file)
-        speeds = {name: getattr(machine, name) for name in ("latency", "collective", "device_bandwidth")}
-        lacking = [
-            name for name, value in speeds.items() if value is None and (ranks > 1 or name == "device_bandwidth")
-        ]
-        lacking += [] if flops or dtype in machine.flops else [f"flops[{dtype!r}]"]
+        needed = ("device_bandwidth", "latency", "collective") if ranks > 1 else ("device_bandwidth",)
+        lacking = [name for name in needed if getattr(machine, name) is None]
+        lacking += [] if dtype in machine.flops else [f"flops[{dtype!r}]"]
         if lacking:
-            raise ConfigError(
-                f"{file} has no {', '.join(lacking)}: measured by `torchrun --nproc-per-node RANKS -m hf_zero probe "
-                f"--output {file}`"
-            )
+            raise ConfigError(f"{file} has no {', '.join(lacking)}: add what a rank of this machine reaches")
         near = Link(machine.latency or 0.0, machine.collective or 1.0, file, machine.all_reduce)
-    machine = replace(machine, flops={dtype: flops or machine.flops.get(dtype, NOMINAL_FLOPS)})
     return machine, Network(ranks, nodes, near, LINKS[far], adapters)
 
 
@@ -73,7 +66,7 @@ def run(asked: Asked, network: Network, as_json: bool) -> None:
                 "planned_peak_bytes": peak_bytes,
                 "step_s": made.step_s,
                 "parts_s": dict(made.parts),
-                "flops_per_s": dict(asked.machine.flops),
+                "machine": asked.machine.to_dict(),
                 "network": asdict(network),
             }
         )

@@ -139,12 +139,7 @@ class ZeroCallback(TrainerCallback):
             about["ranks"] = ONE_RANK
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
         name = type(engine.model).__name__
-        try:
-            marks = "█░"
-            marks.encode(sys.stdout.encoding or "ascii")
-        except UnicodeEncodeError:
-            marks = "#."
-        return start(engine.report(), name, limits(engine, ranks_here), about, _columns(), marks)
+        return start(engine.report(), name, limits(engine, ranks_here), about, _columns())
 
     def _go_first(self, trainer: Trainer) -> None:
         """Go before all other callbacks, so that they find measurements in logs. Those that print logs print short lines."""

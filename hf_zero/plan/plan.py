@@ -221,7 +221,7 @@ def _reasons(made: Plan) -> Iterator[str]:
             yield f"attention exchanges {size_text(made.traffic.sequence)} per rank and step within groups of {batch.sp_size}"
     unknown = [name for name, value in made.parts.items() if value is None]
     if unknown:
-        yield f"step time is not predicted: no speed is known for {', '.join(unknown)} (hf-zero probe measures them)"
+        yield f"step time is not predicted: no speed is known for {', '.join(unknown)}"
 
 
 def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> str:

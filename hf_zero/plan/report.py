@@ -6,9 +6,9 @@ Tiers, kinds and roads are strings here: `device`, `host`, `disk`; those of `cos
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..config import size_text
 from ..core.layout import Layout, Span, itemsize
 
 _MIB = 1 << 20
+MOST_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,79 +120,65 @@ class Report:
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
 
     def __str__(self) -> str:
-        return "\n".join([*self._head(), *self._of_tiers(), *self._of_roads(), "", *self._of_units()])
+        rows = [
+            (name, getattr(self.data_parallel, name), getattr(self.predicted, name), self.measured.get(name) or None)
+            for name in ("parameters", "gradients", "optimizer")
+        ]
+        rows.append(("sum", self.data_parallel.total, self.predicted.total, sum(self.measured.values())))
+        rows.append(("gathered at one time", None, self.predicted.gathered, None))
+        head = (
+            f"ZeRO stage {self.stage} on {self.ranks}: {self.parameters:,} parameters ({self.trainable:,} trained) in "
+            f"{len(self.units)} units\n{self.precision}"
+        )
+        return "\n".join(
+            [head, _table(("MiB per rank", "plain DP", "planned", "counted now"), rows), self.comparison()]
+        )
 
     def comparison(self) -> str:
-        """Return the table of predictions and measurements: the second half of `str(report)`."""
-        return "\n".join([*self._of_tiers(), *self._of_roads()]).lstrip("\n")
-
-    def _head(self) -> list[str]:
-        lines = [
-            f"ZeRO stage {self.stage} on {self.ranks}: "
-            f"{self.parameters:,} parameters ({self.trainable:,} trained) in {len(self.units)} units",
-            self.precision,
-            "",
-            f"{'MiB per rank':<16}{'plain DP':>12}{'planned':>12}{'counted now':>14}",
-        ]
-        for name in ("parameters", "gradients", "optimizer"):
-            lines.append(
-                f"{name:<16}{getattr(self.data_parallel, name) / _MIB:>12.1f}{getattr(self.predicted, name) / _MIB:>12.1f}"
-                f"{_held(self.measured.get(name, 0)):>14}"
-            )
-        lines += [
-            f"{'sum':<16}{self.data_parallel.total / _MIB:>12.1f}{self.predicted.total / _MIB:>12.1f}"
-            f"{_held(sum(self.measured.values())):>14}",
-            f"{'unsharded':<16}{'':>12}{self.predicted.gathered / _MIB:>12.1f}{'':>14}"
-            "  (parameters that are gathered at one time)",
-        ]
-        return lines
-
-    def _of_tiers(self) -> list[str]:
-        if not self.tiers:
-            return []
-        recorded = any(row.measured_peak is not None for row in self.tiers)
-        counted = f"{'counted':>12}" if recorded else ""
-        lines = ["", f"{'MiB by tier':<24}{'stored':>12}{'counted now':>14}{'planned peak':>16}{counted}"]
-        for row in self.tiers:
-            peak = f"{_mib(row.measured_peak):>12}" if recorded else ""
-            line = f"{f'{row.tier}, {row.kind}':<24}{row.predicted / _MIB:>12.1f}{_held(row.measured):>14}"
-            lines.append(f"{line}{row.predicted_peak / _MIB:>16.1f}{peak}".rstrip())
-        return lines
-
-    def _of_roads(self) -> list[str]:
+        """Return the tables of predictions and measurements: the second half of `str(report)`."""
         lines = []
+        if self.tiers:
+            columns = ("MiB by tier", "stored", "counted now", "planned peak", "counted peak")
+            rows = [
+                (f"{row.tier}, {row.kind}", row.predicted, row.measured or None, row.predicted_peak, row.measured_peak)
+                for row in self.tiers
+            ]
+            lines.append(_table(columns, rows))
         if self.roads:
-            recorded = any(row.measured_bytes is not None or row.wait_s is not None for row in self.roads)
-            counted = f"{'MiB':>10}{'waited, ms':>14}" if recorded else ""
-            lines += ["", f"{'per step':<24}{'MiB planned':>14}{counted}"]
-            for row in self.roads:
-                waited = "" if row.wait_s is None else f"{row.wait_s * 1e3:.1f}"
-                moved = f"{_mib(row.measured_bytes):>10}{waited:>14}" if recorded else ""
-                lines.append(f"{row.road:<24}{_mib(row.predicted_bytes):>14}{moved}".rstrip())
+            moved = [
+                (
+                    row.road,
+                    row.predicted_bytes,
+                    row.measured_bytes,
+                    None if row.wait_s is None else f"{row.wait_s * 1e3:.1f}",
+                )
+                for row in self.roads
+            ]
+            lines.append(_table(("MiB per step", "planned", "counted", "waited, ms"), moved))
         if self.step_s is not None:
-            told = "" if self.predicted_step_s is None else f" (predicted {self.predicted_step_s * 1e3:,.1f} ms)"
-            lines.append(f"{self.steps} steps recorded, {self.step_s * 1e3:,.1f} ms each{told}")
+            planned = "" if self.predicted_step_s is None else f" (predicted {self.predicted_step_s * 1e3:,.1f} ms)"
+            lines.append(f"{self.steps} steps recorded, {self.step_s * 1e3:,.1f} ms each{planned}")
         if self.process:
             texts = (f"{name} {value / _MIB:,.0f} MiB" for name, value in self.process.items())
             lines.append(f"the whole process: {', '.join(texts)}")
-        return lines
-
-    def _of_units(self) -> list[str]:
-        lines = [f"{'unit':<32}{'parameters':>14}{'flat tensors':>14}{'MiB gathered':>14}"]
-        for _, alike in groupby(self.units, key=lambda row: (row.numel, row.spans)):
-            row, *others = alike
-            name = f"{row.name} and {len(others)} alike" if others else row.name
-            lines.append(f"{name:<32}{row.numel:>14,}{row.spans:>14}{row.gathered_bytes / _MIB:>14.2f}")
-        return lines
+        return "\n".join(lines)
 
 
-def _held(bytes_: int) -> str:
-    """Return True if measured state is absent because the optimizer creates it in its first step."""
-    return f"{bytes_ / _MIB:.1f}" if bytes_ else "-"
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> str:
+    """Return aligned columns: text, and bytes as MiB; None is empty."""
+    from rich.console import Console
+    from rich.table import Table
 
-
-def _mib(bytes_: float | None) -> str:
-    return "" if bytes_ is None else f"{bytes_ / _MIB:.1f}"
+    made = Table(*columns, box=None, pad_edge=False, title_justify="left")
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        cells = ("" if cell is None else cell if isinstance(cell, str) else f"{cell / _MIB:.1f}" for cell in row)
+        made.add_row(*cells)
+    console = Console(file=StringIO(), width=MOST_WIDTH, color_system=None, markup=False)
+    with console.capture() as capture:
+        console.print(made)
+    return "\n" + capture.get().rstrip("\n")
 
 
 def data_parallel(layout: Layout, optimizer_tensors: int) -> States:
@@ -211,9 +198,8 @@ def unit_rows(layout: Layout) -> tuple[UnitRow, ...]:
 # One screen -----------------------------------------------------------------------------------------------------------
 
 
-LEAST_WIDTH, MOST_WIDTH = 40, 100
+LEAST_WIDTH = 40
 _LABEL = 12
-_LEAST_BAR = 8
 _SHARDED = {
     0: "nothing sharded: plain data parallel",
     1: "optimizer state sharded",
@@ -222,9 +208,7 @@ _SHARDED = {
 }
 
 
-def start(
-    report: Report, model: str, limits: Sequence[Limit], about: Mapping[str, str], columns: int, marks: str
-) -> str:
+def start(report: Report, model: str, limits: Sequence[Limit], about: Mapping[str, str], columns: int) -> str:
     """Return one screen: the sharding, and the planned peak of each tier against its limit.
 
     Args:
@@ -232,7 +216,6 @@ def start(
         limits: of this rank; see `diagnostics.usage`.
         about: further rows, label and text, after the model.
         columns: of the terminal.
-        marks: for the full and the empty part of a bar.
     """
     width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
     share = f"{report.trainable / max(report.parameters, 1):.2%}"
@@ -251,11 +234,11 @@ def start(
     lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}", f"  {_SHARDED[report.stage]}"]
     lines += _folded(rows, width)
     lines.append("  memory per rank at its peak, planned (activations not counted)")
-    lines += _bars(report, limits, width, marks)
+    lines += _folded(_peaks(report, limits), width)
     return "\n".join(lines)
 
 
-def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
+def _folded(rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
     """Return `label text`, wrapped at the terminal's width."""
     for label, text in rows:
         yield from textwrap.wrap(
@@ -268,27 +251,17 @@ def _folded(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
         )
 
 
-def _bars(report: Report, limits: Sequence[Limit], width: int, marks: str) -> Iterator[str]:
-    """Yield one line per used tier, with a bar if its limit is known."""
+def _peaks(report: Report, limits: Sequence[Limit]) -> Iterator[tuple[str, str]]:
+    """Yield each used tier and its planned peak, against its limit where that is known."""
     for row in report.tiers:
-        if row.kind != "all" or not row.predicted_peak:
-            continue
-        limit = next((limit for limit in limits if row.tier in limit.tiers), None)
-        label = f"  {row.tier:<{_LABEL - 2}}"
-        if limit is None or not limit.limit_bytes:
-            yield f"{label}{size_text(row.predicted_peak)}"
-            continue
-        share = row.predicted_peak / limit.limit_bytes
-        told = f"{size_text(row.predicted_peak)} of {size_text(limit.limit_bytes)}"
-        told += f" {'budget' if limit.is_budget else 'free'}, {share:.1%}"
-        told += " DOES NOT FIT" if share > 1 else ""
-        room = width - len(label) - len(told) - 3
-        if room < _LEAST_BAR:
-            yield f"{label}{told}"
-            continue
-        length = min(30, room)
-        filled = min(length, max(1, round(share * length)))
-        yield f"{label}{marks[0] * filled}{marks[1] * (length - filled)} {told}"
+        if row.kind == "all" and row.predicted_peak:
+            limit = next((limit for limit in limits if row.tier in limit.tiers and limit.limit_bytes), None)
+            against = ""
+            if limit is not None:
+                share = row.predicted_peak / limit.limit_bytes
+                kind, over = "budget" if limit.is_budget else "free", " DOES NOT FIT" if share > 1 else ""
+                against = f" of {size_text(limit.limit_bytes)} {kind}, {share:.1%}{over}"
+            yield row.tier, size_text(row.predicted_peak) + against
 
 
 def end(
@@ -350,5 +323,5 @@ def duration(seconds: float) -> str:
     """Return `1 h 02 min`, `4 min 53 s` or `7.3 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    minutes, left = divmod(round(seconds), 60)
+    return f"{minutes} min {left:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

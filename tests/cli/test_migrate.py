@@ -295,10 +295,14 @@ def test_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["migrate", str(written(tmp_path, PLUS))]) == 1
     out = capsys.readouterr().out
-    assert "zero.ZeroPlugin(stage=3, wire='int8')" in out
-    assert "  zero_optimization.zero_turbo: 1\n      → not known" in out
-    assert out.index("torchrun --nproc-per-node RANKS train.py --output-dir out --zero-stage 3") < out.index("unknown")
-    assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("    torchrun"))
+    command = out.index("    torchrun --nproc-per-node RANKS train.py --output-dir out --zero-stage 3")
+    code = out.index("    TrainingArguments(\n        output_dir='out',\n")
+    plugin = out.index("        parallelism_config=zero.ZeroPlugin(stage=3, wire='int8'),\n    )\n")
+    rows = [out.index(start) for start in ("│ zero_turbo: 1", "│ zero_hpz_partition_size: 8", "│ stage: 3")]
+    assert [command, code, plugin, *rows] == sorted([command, code, plugin, *rows]), "attention first"
+    assert "unknown: not known to hf_zero" in out
+    assert out.count("┏") == 1, "one table"
+    assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("    "))
 
 
 def test_keys_are_not_broken(

@@ -143,7 +143,6 @@ def test_a_machine_that_was_measured(capsys: pytest.CaptureFixture[str], tmp_pat
     assert cpu["step_s"] == pytest.approx(sum(parts.values()))
     assert parts["passes gather"] + parts["passes reduce"] == pytest.approx(sent_s)
     assert gpu["step_s"] == pytest.approx(max(parts["passes compute"], sent_s) + parts["step device"])
-    assert simulated(capsys, *SMALL, "--machine", path, "--flops", 7e9)["flops_per_s"] == {"float32": 7e9}
 
 
 def test_an_all_reduce_has_a_speed_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -159,9 +158,7 @@ def test_what_a_machine_lacks_is_named(lacking: str, capsys: pytest.CaptureFixtu
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({name: value for name, value in MEASURED.items() if name != lacking}))
     assert cli.main(["simulate", *map(str, SMALL), "--machine", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert f"has no {lacking}" in told
-    assert "hf_zero probe" in told
+    assert f"has no {lacking}" in capsys.readouterr().err
 
 
 def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -60,12 +60,12 @@ FLAGS = ["world-size", "accumulation", "batch", "sequence", "zero-replicas"]
 )
 def test_numbers_that_take_all_memory(command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = "7B" if command == "plan" else "gpt2-tiny"
-    assert f"--{flag} must be at most" in refused(capsys, command, model, f"--{flag}", value)
+    assert f"Invalid value for '--{flag}'" in refused(capsys, command, model, f"--{flag}", value)
 
 
 def test_a_world_of_a_billion_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["plan", "7B"], ["plan", "7B", "--zero-stage", "3"], ["simulate", "gpt2-tiny"]):
-        assert "at most" in refused(capsys, *arguments, "--world-size", 10**9)
+        assert "'--world-size'" in refused(capsys, *arguments, "--world-size", 10**9)
     assert "divide" in refused(capsys, "plan", "7B", "--zero-replicas", "3")
 
 
@@ -73,11 +73,6 @@ def test_a_world_of_a_billion_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "9" * 400, "24XB", ""])
 def test_memory_of_no_machine(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--{flag}" in refused(capsys, "plan", "7B", f"--{flag}", value)
-
-
-@pytest.mark.parametrize("flops", ["nan", "inf", "1e300", "-1"])
-def test_speeds_of_no_machine(flops: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, "simulate", "gpt2-tiny", "--flops", flops)
 
 
 def test_null_characters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
