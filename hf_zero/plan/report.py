@@ -169,9 +169,9 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | float | None]])
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(*columns, box=None, pad_edge=False, title_justify="left")
-    for column in made.columns[1:]:
-        column.justify = "right"
+    made = Table(box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        made.add_column(column, justify="right" if place else "left")
     for row in rows:
         cells = ("" if cell is None else cell if isinstance(cell, str) else f"{cell / _MIB:.1f}" for cell in row)
         made.add_row(*cells)
