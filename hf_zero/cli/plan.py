@@ -308,7 +308,7 @@ def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
     has_budget = any(any(made.budgets.rows()) for made in plans)
     rows: list[list[str | Text]] = []
     for made in plans:
-        states = [sum(made.memory.rest[tier][kind] for tier in TIERS) for kind in STATES]
+        states = [sum(made.memory.stored[tier][kind] for tier in TIERS) for kind in STATES]
         sizes = [*states, *(made.memory.at_peak(tier) for tier in tiers)]
         fits = _verdict(made.fits) if has_budget else _smallest_gpu(made.memory.at_most(Tier.DEVICE))
         rows.append([str(made.config.stage), *map(short_size, sizes), fits])
@@ -332,7 +332,7 @@ def _show_details(console: Console, made: Plan) -> None:
     shown = [tier for tier in TIERS if memory.at_peak(tier) or tier is Tier.DEVICE]
     kinds = []
     for kind in KINDS:
-        cells = [_pair(memory.rest[tier][kind], memory.peak[tier][kind]) for tier in shown]
+        cells = [_pair(memory.stored[tier][kind], memory.peak[tier][kind]) for tier in shown]
         if any(cells):
             kinds.append([kind + (" (estimate)" if kind == "activations" else ""), *cells])
     sums: list[list[str | Text]] = [

@@ -107,7 +107,7 @@ class Gradients(Observer):
 
     def _has_grad(self, place: Place) -> bool:
         bucket = place.span.bucket
-        # With step_in_backward gradients are gone, and who uses them is told.
+        # With step_in_backward gradients no longer exist; using them raises an error.
         return (bucket.arrived if self.engine.config.step_in_backward else bucket.present)[place.index]
 
     def _retire(self, place: Place) -> None:

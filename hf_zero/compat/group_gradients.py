@@ -76,7 +76,7 @@ class GroupGradients(Observer):
         for event in self.engine.events.before_gradients:
             event()
         arrived = [segment.span.bucket.arrived[index] for index in segment.members]
-        # With step_in_backward gradients are gone, and who uses them is told.
+        # With step_in_backward gradients no longer exist; using them raises an error.
         is_gone = self.engine.config.step_in_backward and any(arrived)
         if not segment.has_grad and not is_gone and not self._stands_in(segment):
             return None

@@ -22,7 +22,7 @@ _MOST = 32
 
 
 Sightings = list[tuple[str, str]]
-"""What was not finite on one rank since the last step, in order: the phase, and the place."""
+"""Values that were not finite on one rank since the last step, in order: the phase, and the place."""
 
 
 class Finite(Observer):
@@ -170,10 +170,10 @@ class Finite(Observer):
 
 def _why_update(optimizer: torch.optim.Optimizer, everyone: Sequence[Sightings]) -> str:
     if any(everyone):
-        return f"{_first_of(everyone)}. Weights have it now: go on from the last checkpoint"
+        return f"{_first_of(everyone)}. Weights have it now: resume from the last checkpoint"
     name = type(optimizer).__name__
     return (
-        f"Its gradient was finite: the step of {name} made it (lr, eps, an overflowed state). Weights have it now: go on "
+        f"Its gradient was finite: the step of {name} made it (lr, eps, an overflowed state). Weights have it now: resume "
         "from the last checkpoint"
     )
 

@@ -50,7 +50,7 @@ class SameOptions(Observer):
             raise RankMismatchError(
                 f"ranks average the gradients of different steps: rank {self._wire.rank} has made {self._wire.watch.step} "
                 f"optimizer steps, others from {min(steps)} to {max(steps)}. Call optimizer.step() on every rank or on none, "
-                "and use no_sync for the same micro-batches; their parameters may differ now, so go on from the last checkpoint"
+                "and use no_sync for the same micro-batches; their parameters may differ, so resume from the last checkpoint"
             )
         refuse_difference([named for _, named in told], self._wire.watch.step)
 

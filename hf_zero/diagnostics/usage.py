@@ -49,7 +49,7 @@ class _Tally:
         """Count a tensor or values on disk. Tensors that are not on the device count as the host's.
 
         Args:
-            padding: what the padding on disk counts as; empty: as the rest.
+            padding: kind of the padding on disk; empty: `kind`.
         """
         if isinstance(values, OnDisk):
             source = values.source
@@ -201,7 +201,7 @@ class Usage:
             },
             "predicted": {
                 "backward_per_step": backward_per_step,
-                "rest": _plain(memory.rest),
+                "stored": _plain(memory.stored),
                 "peak": _plain(memory.peak),
                 "peak_bytes": {tier.value: memory.at_peak(tier) for tier in TIERS},
                 "traffic": {road: getattr(traffic, road) for road in ROADS},
@@ -248,7 +248,7 @@ def report(engine: Engine, recorder: Recorder | None = None) -> Report:
     context = engine.context
     memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
     now = measure(engine)
-    total = {kind: sum(memory.rest[tier][kind] for tier in TIERS) for kind in KINDS}
+    total = {kind: sum(memory.stored[tier][kind] for tier in TIERS) for kind in KINDS}
     measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in ("parameters", "gradients", "optimizer")}
     measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
     return Report(
@@ -282,7 +282,7 @@ def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow,
             TierRow(
                 name,
                 kind,
-                memory.rest[tier][kind],
+                memory.stored[tier][kind],
                 now[name][kind],
                 memory.peak[tier][kind],
                 None if peak is None or (kind == "activations" and tier is not Tier.HOST) else found.get(kind, 0),

@@ -171,7 +171,7 @@ class Bound:
             engine.schedule.recover()
         if engine.schedule.in_backward:
             raise StateError(
-                "optimizer.step() was called inside a backward, before the gradients of all ranks are there"
+                "optimizer.step() was called inside a backward, before the gradients of all ranks have arrived"
             )
         self._context.check()
         self._context.refuse_unsharded("optimizer.step()")

@@ -279,11 +279,11 @@ class Engine:
         """
         if backward_id() >= 0:
             raise StateError(
-                f"{what} inside a backward: other ranks' gradients are not there. Do it after the backward"
+                f"{what} inside a backward: other ranks' gradients have not arrived. Do it after the backward"
             )
         if self.config.step_in_backward:
             raise StateError(
-                f"{what}: step_in_backward updates parameters before all gradients are there, and keeps none. Set it to "
+                f"{what}: step_in_backward updates parameters before all gradients have arrived, and keeps none. Set it to "
                 "False, or do not clip (max_grad_norm=0 in TrainingArguments)"
             )
         if self.context.away:

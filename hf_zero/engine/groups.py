@@ -234,7 +234,7 @@ def _follow_names(binding: Binding, groups: Groups, names: Names) -> None:
 
 
 def _assign(context: Context, bindings: Sequence[Binding]) -> None:
-    """Give each binding the segments of its `originals`: keep those that exist, split where groups differ, make the rest."""
+    """Give each binding the segments of its `originals`: keep those that exist, split where groups differ, make the others."""
     owner = {param: (each, at) for each in bindings for at, params in enumerate(each.originals) for param in params}
     kept = {segment: each for each in bindings for group in each.segments for segment in group}
     for binding in bindings:

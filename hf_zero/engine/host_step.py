@@ -1,8 +1,8 @@
 """The optimizer's step over masters that are not on the device, in one thread of its own.
 
 A copy of the optimizer (`twin`) steps over one block at a time, small enough for the processor's cache, and the new values go
-to where gathers read them while they are there (ZeRO-Offload, arXiv 2101.06840, section 4). What is on disk passes through
-a ring of slabs: one is read, one is updated, one is written (ZeRO-Infinity, arXiv 2104.07857, section 5.2).
+to where gathers read them while they are in the cache (ZeRO-Offload, arXiv 2101.06840, section 4). State on disk passes
+through a ring of slabs: one is read, one is updated, one is written (ZeRO-Infinity, arXiv 2104.07857, section 5.2).
 
 Units are updated in the order in which the next forward needs them. `Unit.wait_for_step` returns when one is done.
 """

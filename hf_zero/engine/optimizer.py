@@ -149,10 +149,10 @@ class Binding:
 
     # Life -------------------------------------------------------------------------------------------------------------
 
-    def guard_state(self, settle: Callable[[], None]) -> None:
-        """Let access to `optimizer.state` wait for `settle`. User code may have assigned another dictionary since."""
+    def guard_state(self, wait_for_step: Callable[[], None]) -> None:
+        """Let access to `optimizer.state` wait for the running step. User code may have assigned another dictionary since."""
         if not isinstance(self.optimizer.state, SegmentStates):
-            self.optimizer.state = SegmentStates(self.optimizer.state, settle)
+            self.optimizer.state = SegmentStates(self.optimizer.state, wait_for_step)
 
     def take_state(self) -> None:
         """Give the segments the state that the optimizer has of the model's parameters, if any."""

@@ -440,7 +440,7 @@ class Schedule:
         self.recover()
         if self._lost is not None:
             raise StateError(f"{self._lost}. Call zero_grad() and repeat the step")
-        # Beside what `no_sync` left: a backward that came to no hook, such as one of a loss inside the first block.
+        # Besides what `no_sync` left: a backward that came to no hook, such as one of a loss inside the first block.
         if not self._needs_flush and not have_local([span.bucket for unit in self.units for span in unit.trained]):
             return
         sync, self.sync = self.sync, True

@@ -17,11 +17,11 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
     be lost silently. Access waits for updates behind `optimizer.step()`. The engine itself uses `dict`'s methods.
 
     Args:
-        settle: waits until no other thread updates states.
+        wait_for_step: waits until no other thread updates states.
     """
 
-    def __init__(self, states: Mapping[Any, dict[str, Any]], settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, states: Mapping[Any, dict[str, Any]], wait_for_step: Callable[[], None]) -> None:
+        self._wait_for_step = wait_for_step
         super().__init__(dict, states)
 
     def __missing__(self, key: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         return super().__missing__(key)
 
     def __reduce__(self) -> Any:
-        self._settle()
+        self._wait_for_step()
         return defaultdict, (dict, dict(self))
 
     @staticmethod
@@ -48,7 +48,7 @@ def _settled(name: str) -> Any:
     takes_key = name in ("__contains__", "get", "pop", "setdefault", "__setitem__")
 
     def method(self: SegmentStates, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
+        self._wait_for_step()
         if takes_key:
             self._check(args[0])
         return plain(self, *args, **kwargs)

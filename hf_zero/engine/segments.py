@@ -173,7 +173,7 @@ class Segment:
         """
         if isinstance(self.span.master, OnDisk):
             raise StateError(
-                "the tensors of the optimizer's groups have no values where its state rests on disk. Read and write "
+                "the tensors of the optimizer's groups have no values where its state is on disk. Read and write "
                 "model.parameters(), or use zero.full_parameter and zero.set_full_parameter"
             )
         self.span.unit.wait_for_step()

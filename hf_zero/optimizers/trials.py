@@ -78,7 +78,7 @@ class Trial:
         for other_first in (False, True):
             for apart in (False, True):
                 if not _agree(alone, self._beside(other_first, apart)):
-                    return f"it gives a parameter another update beside others than alone ({self._shape})"
+                    return f"it gives a parameter another update together with others than alone ({self._shape})"
         return None
 
     def unsaveable(self) -> str | None:

@@ -78,11 +78,11 @@ class Setup:
 class Memory:
     """Bytes on one rank, by tier and kind.
 
-    `rest`: stored between backward and step. `peak`: the highest of each kind, with temporary bytes, at different moments.
+    `stored`: between backward and step. `peak`: the highest of each kind, with temporary bytes, at different moments.
     Local gradients that are being reduced count as communication.
     """
 
-    rest: Mapping[Tier, Mapping[str, int]]
+    stored: Mapping[Tier, Mapping[str, int]]
     peak: Mapping[Tier, Mapping[str, int]]
     highest: Mapping[Tier, int]
     """By tier: all bytes at the highest moment."""
@@ -90,7 +90,7 @@ class Memory:
     """An upper bound of it, with all states stored, which makes it linear in the placements."""
 
     def at_rest(self, tier: Tier) -> int:
-        return sum(self.rest[tier].values())
+        return sum(self.stored[tier].values())
 
     def at_peak(self, tier: Tier) -> int:
         """Return bytes at the highest moment."""
@@ -103,7 +103,7 @@ class Memory:
     @property
     def states(self) -> int:
         """Bytes of parameters, gradients and optimizer state over all tiers."""
-        return sum(kinds[kind] for kinds in self.rest.values() for kind in STATES)
+        return sum(kinds[kind] for kinds in self.stored.values() for kind in STATES)
 
 
 def together(tier: Tier, span: Span, stretches: Sequence[tuple[Tier, int]]) -> Tier:

@@ -315,15 +315,15 @@ def memory_of(
     layout: Layout, placements: Sequence[Placement], setup: Setup, activations: tuple[int, int, int] = (0, 0, 0)
 ) -> Memory:
     """Return bytes per rank for `placements`, one per span by index; `activations` by tier."""
-    rest = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
+    stored = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
     for span, placement in zip(layout.spans, placements):
         for (tier, kind), value in state_bytes(span, placement, setup).items():
-            rest[tier][kind] += value
+            stored[tier][kind] += value
     high = passing_bytes(layout, placements, setup)
     blocks = block_bytes(layout, placements, setup)
     cast, on_device = whole_buffers(layout, placements, setup)
-    rest[Tier.HOST]["staging"] = blocks + max(high.resting_scratch, cast)
-    peak = {tier: dict(kinds) for tier, kinds in rest.items()}
+    stored[Tier.HOST]["staging"] = blocks + max(high.resting_scratch, cast)
+    peak = {tier: dict(kinds) for tier, kinds in stored.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]
     device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
     host["staging"] = blocks + high.scratch + cast
@@ -335,4 +335,4 @@ def memory_of(
     most[Tier.DEVICE] += high.moment - high.gathered - high.communication
     alone = high.device + device["activations"], on_device  # between passes, or as they begin
     highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + max(alone)
-    return Memory(rest, peak, highest, most)
+    return Memory(stored, peak, highest, most)

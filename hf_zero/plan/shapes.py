@@ -18,7 +18,7 @@ class Config(NamedTuple):
     """The model class."""
     settings: dict[str, Any]
     source: str = ""
-    """Where the sizes were published."""
+    """The publication of the sizes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,7 +337,7 @@ class _Filler:
         if pair not in self._reserved:
             memory = self._inputs.memory(self._inputs.all_in(*pair))
             self._reserved[pair] = {
-                tier: memory.at_most(tier) - sum(memory.rest[tier][kind] for kind in STATES) for tier in TIERS
+                tier: memory.at_most(tier) - sum(memory.stored[tier][kind] for kind in STATES) for tier in TIERS
             }
         return self._reserved[pair]
 

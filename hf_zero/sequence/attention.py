@@ -26,7 +26,7 @@ from .exchange import SequenceGroup, exchange
 from .parts import Part
 
 _LAYERS = {"full_attention", "sliding_attention", "dense", "sparse"}
-"""What layers of a supported model may be called; `dense` and `sparse` say which MLP they have."""
+"""Names of layer types in supported models; `dense` and `sparse` say which MLP they have."""
 _NUMBERS = count(1)
 _HARMLESS = {"position_ids", "labels", "shift_labels", "num_items_in_batch", "cache_position"}
 """Tensors that models pass to attention, which does not read them or gets them for the whole sequence."""
@@ -166,7 +166,7 @@ def _check_arguments(
 
 
 def heads_text(name: str, heads: int, size: int) -> str:
-    """What to say where ranks cannot share out the heads."""
+    """Return the message for heads that ranks cannot share out."""
     fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
     return f"sp_size={size} does not divide the {heads} attention heads of {name}. Choose one of {fitting}"
 

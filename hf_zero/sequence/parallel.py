@@ -107,7 +107,7 @@ class SequenceParallel(Observer):
 
     @property
     def _shifts(self) -> bool:
-        """Whether the model's loss compares each token with the next label; transformers' default for an unnamed loss."""
+        """Return True if the model's loss compares each token with the next label, transformers' default."""
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
         model = self._engine.model
@@ -174,7 +174,7 @@ class SequenceParallel(Observer):
             if not self.automatic or module is not self._engine.model or args:
                 raise StateError(
                     f"a forward of {type(module).__name__} trains on whole sequences, with sp_size={self.size}. Call "
-                    "model(**engine.local_sequence(batch)), or model(**batch) with the batch of a prepared loader, by name"
+                    "model(**engine.local_sequence(batch)), or model(**batch) with the keywords of a prepared loader's batch"
                 )
             kwargs = self.local(kwargs, items)
             kwargs.pop("num_items_in_batch", None)

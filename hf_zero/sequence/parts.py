@@ -16,13 +16,13 @@ IGNORED = -100
 """The label of tokens without a loss, transformers' and torch's default."""
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
 _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators add for packed rows in flash attention, which can derive it from `position_ids`."""
+"""Keys that collators add for packed rows in flash attention, which can derive it from `position_ids`."""
 _MARK = "_zero_part"
 
 
 @dataclass(eq=False)
 class Part:
-    """How one batch is divided among the ranks of a group. `attention` reads it in every layer, also in recomputations.
+    """The division of one batch among the ranks of a group. `attention` reads it in every layer, also in recomputations.
 
     Attributes:
         rows, length: of the whole batch, padded to a multiple of the group's ranks.
@@ -80,7 +80,7 @@ def divide(
     if main is None or main.dim() < 2:
         raise ConfigError(
             f"sequence parallelism needs input_ids or inputs_embeds of rows and tokens, found {sorted(named)}. Pass the whole "
-            "batch by name, as the tokenizer and the collator return it"
+            "batch as keywords, as the tokenizer and the collator return it"
         )
     rows, tokens = main.shape[:2]
     given = named.get("attention_mask")

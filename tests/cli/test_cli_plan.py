@@ -110,10 +110,10 @@ def test_lora_trains_a_small_part(capsys, folder, tmp_path):
     lora = values_of(capsys, "llama3-8b", "--zero-stage", 3, "--world-size", 1, "--lora", 16)
     assert lora["parameters"] - lora["trainable"] == full["parameters"] == EIGHT
     assert lora["trainable"] == 16 * 32 * (4096 * 2 + 2 * (4096 + 1024) + 4096 * 2 + 3 * (4096 + 14336))
-    assert lora["rest_bytes"]["device"] == pytest.approx(2 * EIGHT + 18 * lora["trainable"], rel=1e-3)
+    assert lora["stored_bytes"]["device"] == pytest.approx(2 * EIGHT + 18 * lora["trainable"], rel=1e-3)
     quantized = values_of(capsys, "llama3-8b", "--zero-stage", 3, "--world-size", 1, "--lora", 16, "--load-in-4bit")
     assert quantized["trainable"] == lora["trainable"]
-    assert quantized["rest_bytes"]["device"] < 0.45 * lora["rest_bytes"]["device"]
+    assert quantized["stored_bytes"]["device"] < 0.45 * lora["stored_bytes"]["device"]
     assert "(0.52% trainable)" in run(capsys, "plan", "llama3-8b", "--lora", 16)
     adapted = get_peft_model(gpt2(n_layer=3, n_embd=64), LoraConfig(r=4, target_modules=["c_attn", "c_fc", "c_proj"]))
     adapted.peft_config["default"].base_model_name_or_path = str(folder)
@@ -233,9 +233,9 @@ def test_json_has_the_split_by_state_and_tier(capsys, folder):
     assert values["parameters"] == sum(p.numel() for p in gpt2(n_layer=3, n_embd=64).parameters())
     assert values["states_bytes_per_rank"] == sum(values["states"].values())
     for kind in ("parameters", "gradients", "optimizer"):
-        assert values["states"][kind] == sum(values["rest"][tier][kind] for tier in ("device", "host", "disk"))
-    assert values["rest"]["disk"]["optimizer"] > 0
-    assert values["rest"]["device"]["optimizer"] == 0
+        assert values["states"][kind] == sum(values["stored"][tier][kind] for tier in ("device", "host", "disk"))
+    assert values["stored"]["disk"]["optimizer"] > 0
+    assert values["stored"]["device"]["optimizer"] == 0
 
 
 def test_all_stages_side_by_side(capsys, folder):

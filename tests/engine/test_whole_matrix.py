@@ -136,7 +136,7 @@ def lonely(rank: int, world: int, stage: int) -> None:
     owned = [p.shape for p in optimizer.param_groups[0]["params"] if p.numel()]
     assert owned == ([] if rank else [(50, 64)])
     assert zero.local_parameter(model.weight).numel() == (0 if rank else 3200)
-    rest, measured = engine.plan.memory.rest, engine.report().measured
+    rest, measured = engine.plan.memory.stored, engine.report().measured
     of_masters = sum(kinds["parameters"] for kinds in rest.values())
     assert of_masters == 3200 * 4 if stage < 3 or not rank else of_masters == 0, (rank, of_masters)
     assert measured["optimizer"] == (0 if rank else 3200 * 4), measured
@@ -195,8 +195,8 @@ def planned(rank: int, world: int, tier: str, stage: int) -> None:
         plan, found = engine.plan.memory, at_rest(engine)
         for where in Tier:
             single = 4 * 16 if where is Tier.HOST or where.value == "device" else 0
-            expected = plan.rest[where]["optimizer"]
-            assert expected <= found[where.value]["optimizer"] <= expected + single, (name, where, found, plan.rest)
+            expected = plan.stored[where]["optimizer"]
+            assert expected <= found[where.value]["optimizer"] <= expected + single, (name, where, found, plan.stored)
         staging = engine.context.storage.ledger.host
         assert staging.peak["staging"] <= plan.peak[Tier.HOST]["staging"], (name, staging.peak, plan.peak[Tier.HOST])
         assert (tier == "disk") is (staging.peak["staging"] > 0)

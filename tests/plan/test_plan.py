@@ -78,7 +78,7 @@ def test_100_mb_on_5_nodes_of_20_mb():
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) <= 20 * MB
     assert memory.at_peak(DISK) > 0
     # Three float32 per element, and a fourth where parameters are in memory and masters on disk; memory is used to its end.
-    states = memory.rest[DEVICE], memory.rest[HOST], memory.rest[DISK]
+    states = memory.stored[DEVICE], memory.stored[HOST], memory.stored[DISK]
     total = sum(kinds["parameters"] + kinds["optimizer"] for kinds in states)
     assert 3 * 20 * MB <= total <= 4 * 20 * MB
     assert memory.at_peak(DEVICE) + memory.at_peak(HOST) > 19 * MB
@@ -147,28 +147,28 @@ def test_gradients_alone():
     n = 1 << 20
     layout = blocks(2, n, 1, "bfloat16")
     once = make(layout, 1, precision=BF16, offload_optimizer="cpu")
-    assert once.memory.rest[HOST]["gradients"] == 2 * n * 4
+    assert once.memory.stored[HOST]["gradients"] == 2 * n * 4
     assert once.traffic.down + once.traffic.up == 4 * 2 * n
     twice = make(layout, 1, precision=BF16, offload_optimizer="cpu", backward_per_step=2)
-    assert twice.memory.rest[HOST]["gradients"] == 2 * n * 4
+    assert twice.memory.stored[HOST]["gradients"] == 2 * n * 4
     assert twice.traffic.down == 2 * once.traffic.down
     stepped = make(layout, 1, precision=BF16, offload_optimizer="cpu", step_in_backward=True)
-    assert stepped.memory.rest[HOST]["gradients"] == 0
+    assert stepped.memory.stored[HOST]["gradients"] == 0
     assert (
-        stepped.memory.rest[HOST]["staging"] == SIZES.block_numel * 2 * 2 + 2 * n * 2
+        stepped.memory.stored[HOST]["staging"] == SIZES.block_numel * 2 * 2 + 2 * n * 2
     )  # parameters up, gradients down
 
 
 def test_arrays_on_disk_by_hand():
     n = SIZES.slab_numel * 2 + 1000 * ALIGN_NUMEL
     made = make(blocks(1, n, 1, "bfloat16"), 1, precision=BF16, offload_optimizer="disk", offload_params="disk")
-    assert made.memory.rest[DISK]["optimizer"] == 3 * padded(4 * n)
-    assert made.memory.rest[DISK]["parameters"] == padded(2 * n)
-    assert made.memory.rest[DISK]["gradients"] == padded(4 * n)
-    assert made.memory.rest[HOST]["gradients"] == 0
+    assert made.memory.stored[DISK]["optimizer"] == 3 * padded(4 * n)
+    assert made.memory.stored[DISK]["parameters"] == padded(2 * n)
+    assert made.memory.stored[DISK]["gradients"] == padded(4 * n)
+    assert made.memory.stored[HOST]["gradients"] == 0
     # The ring, the buffer that the one unit is read to, and that of its gradient.
     staging = SIZES.slabs * SIZES.slab_numel * (12 + 4) + 2 * n + 2 * n
-    assert made.memory.rest[HOST]["staging"] == staging
+    assert made.memory.stored[HOST]["staging"] == staging
     assert made.traffic.write == 12 * n + 2 * n + 4 * n
     assert made.traffic.read == 12 * n + 2 * n + 4 * n  # its one unit is brought in once
 
@@ -177,8 +177,8 @@ def test_in_float32_one_memory_is_parameter_and_master():
     n = 1 << 20
     for offload, tier in (("none", DEVICE), ("cpu", HOST)):
         made = make(blocks(2, 2 * n, 2), 2, offload_optimizer=offload, offload_params=offload)
-        assert made.memory.rest[tier]["parameters"] == 2 * n * 4
-        assert made.memory.rest[tier]["optimizer"] == 2 * n * 8
+        assert made.memory.stored[tier]["parameters"] == 2 * n * 4
+        assert made.memory.stored[tier]["optimizer"] == 2 * n * 8
     # Parameters that were to rest slower than their masters rest with them.
     made = make(blocks(2, 2 * n, 2), 2, offload_params="disk")
     assert made.placements == (Placement(DEVICE, ((DEVICE, n),)),) * 2

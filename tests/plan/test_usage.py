@@ -61,7 +61,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     trained = [span for unit in engine.units for span in unit.trained]
     return {
         "now": now,
-        "rest": {tier.value: dict(memory.rest[tier]) for tier in TIERS},
+        "stored": {tier.value: dict(memory.stored[tier]) for tier in TIERS},
         "planned peak": {tier.value: dict(memory.peak[tier]) for tier in TIERS},
         "peak": recorder.peak,
         # The thread that steps may be behind the recorder: what it moves is counted when it is done.
@@ -126,7 +126,7 @@ CASES = [
 )
 def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, Any], micros: int) -> None:
     for found in pools[world].run(train, {"stage": stage, **settings}, micros):
-        for tier, kinds in found["rest"].items():
+        for tier, kinds in found["stored"].items():
             for kind in STATES:
                 extra = found["scalars"][tier] if kind == "optimizer" else 0
                 assert found["now"][tier][kind] == kinds[kind] + extra, (tier, kind)

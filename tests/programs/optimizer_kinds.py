@@ -254,7 +254,7 @@ def odd(held: Any, in_group: bool) -> Build:
 UNSUPPORTED: dict[str, tuple[Build, str]] = {
     "LBFGS": (torch.optim.LBFGS, "LBFGS.*keeps the parameters"),
     "adapts": (lambda p: own.Adapts(p, lr=1e-8), "'distance' in its groups depends on"),
-    "mixes": (lambda p: own.Mixes(p, lr=1e-8), "another update beside others"),
+    "mixes": (lambda p: own.Mixes(p, lr=1e-8), "another update together with others"),
     "named": (lambda p: own.Named(p, lr=1e-8), r"state\['k'\]"),
     "hides": (Hides, r"keeps the parameters it was built with \(as 'mine'\)"),
     "an object": (odd(object(), False), "Keeps cannot (.|\n)*'odd'(.|\n)*cannot be saved"),

@@ -84,7 +84,7 @@ def evaluates_with_old_weights(run: Run, t: int) -> None:
     4,
     adamw,
     refused=(
-        Refused(zero.StateError, "have no values where its state rests on disk", lambda s: s.optimizer_tier == "disk"),
+        Refused(zero.StateError, "have no values where its state is on disk", lambda s: s.optimizer_tier == "disk"),
     ),
 )
 def groups_averaged(run: Run, t: int) -> None:
@@ -103,7 +103,7 @@ def groups_averaged(run: Run, t: int) -> None:
     4,
     adamw,
     refused=(
-        Refused(zero.StateError, "have no values where its state rests on disk", lambda s: s.optimizer_tier == "disk"),
+        Refused(zero.StateError, "have no values where its state is on disk", lambda s: s.optimizer_tier == "disk"),
     ),
 )
 def groups_change_memory(run: Run, t: int) -> None:
