@@ -56,7 +56,7 @@ def test_a_registered_kind_goes_before_the_trial() -> None:
         pass
 
     params = list(mlp().parameters())
-    with pytest.raises(UnsupportedOptimizerError, match="beside others than alone"):
+    with pytest.raises(UnsupportedOptimizerError, match="together with others than alone"):
         kind_of(Declared(params), set(params), sharded=True, offloaded=False)
     register_optimizer(Declared, "matrices")
     assert kind_of(Declared(params), set(params), sharded=True, offloaded=False) is Kind.MATRICES

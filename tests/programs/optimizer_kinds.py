@@ -210,7 +210,7 @@ def warm_and_let_go(run: Run) -> None:
         ),
         Refused(
             zero.UnsupportedOptimizerError,
-            r"beside others than alone(.|\n)*ZeroConfig\(stage=0\) on any number of ranks, or one rank",
+            r"together with others than alone(.|\n)*ZeroConfig\(stage=0\) on any number of ranks, or one rank",
             is_sharded,
         ),
     ),
