@@ -424,7 +424,7 @@ def test_requirements_are_what_is_imported() -> None:
     required = set(re.findall(r'^ *"([A-Za-z0-9_-]+)', listed[1], re.M)) if listed else set()
     found = {name.partition(".")[0] for module, tree in trees().items() for name, _ in imports(module, tree)}
     found -= {"hf_zero", *sys.stdlib_module_names}
-    assert found - {"peft", "plotly"} == {"yaml" if name == "pyyaml" else name for name in required}
+    assert found - {"matplotlib", "peft", "plotly"} == {"yaml" if name == "pyyaml" else name for name in required}
 
 
 def test_the_design_lists_every_file() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = (
-    "datasets", "evaluate", "pandas", "peft", "pyarrow", "scipy", "sklearn", "trl", "huggingface_hub",
+    "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "scipy", "sklearn", "trl", "huggingface_hub",
     "transformers", "transformers.trainer", "accelerate", "rich",
 )  # fmt: skip
 
@@ -92,7 +92,7 @@ WITHOUT_EXTRAS = """
 import importlib, json, os, runpy, sys
 from importlib.machinery import PathFinder
 
-EXTRAS = ("datasets", "evaluate")
+EXTRAS = ("datasets", "evaluate", "matplotlib")
 
 class WithoutExtras(PathFinder):
     @classmethod
@@ -172,7 +172,7 @@ def test_loops() -> None:
     codes += [TRAINER.format(ours=ours) for ours in (False, True)]
     found = loaded(*(code + FRESH for code in codes))
     assert found[1::2] == found[::2]
-    assert not found[3] & {"datasets", "pandas", "peft", "evaluate", "sklearn"}
+    assert not found[3] & {"datasets", "pandas", "peft", "evaluate", "matplotlib", "sklearn"}
 
 
 PROGRAMS = {

@@ -1,4 +1,4 @@
-"""`hf-zero doctor`: check this machine."""
+"""`hf-zero doctor`: check this machine. `hf-zero probe`: measure its speeds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,15 +20,18 @@ from rich.text import Text
 
 from ..config import size_text
 from ..errors import ConfigError
-from ..plan.machine import free_device_bytes, free_disk_bytes, free_host_bytes
+from ..plan import machine
+from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from . import OK, WRONG
-from .files import read_settings
-from .show import print_json, table
+from .files import cache_folder, read_settings, writable
+from .show import print_json, ranks_text, short_size, table, text
 
 GOOD, NOTE, BAD = "ok", "note", "wrong"
 _STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
+BUSY_SHARE = 0.25
+"""Share of the processors in use by other programs that makes measured times too long."""
 TAKEN_SHARE = 0.1
 """Share of a memory in use by others that is reported."""
 LITTLE_DISK_BYTES = 10 << 30
@@ -60,13 +64,7 @@ def run(offload_dir: str | None, as_json: bool) -> int:
         print_json({"well": is_well, "checks": [asdict(check) for check in found]})
     else:
         rows = [(c.what, c.found, Text(c.verdict, style=_STYLES[c.verdict]), c.advice) for c in found]
-        table(
-            Console(),
-            f"hf_zero {__version__} on {platform.node()}",
-            ("what", "found", "", "to do"),
-            rows,
-            left=4,
-        )
+        table(Console(), f"hf_zero {__version__} on {host_name()}", ("what", "found", "", "to do"), rows, left=4)
     return OK if is_well else WRONG
 
 
@@ -75,10 +73,14 @@ def checks(offload_dir: str | None) -> Iterator[Check]:
     yield from _devices()
     yield from _memory()
     yield _disk(offload_dir)
+    share, load = busy_share(), os.getloadavg()[0]
+    found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
+    yield _noted("other programs", found, "measure and benchmark when idle" if share > BUSY_SHARE else "")
     yield _accelerate()
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "").lower() in ("1", "true"):
             yield Check("environment", f"{name}={os.environ[name]}", BAD, f"asks for another engine: unset {name}")
+    yield _speeds()
 
 
 def _versions() -> Iterator[Check]:
@@ -162,3 +164,72 @@ def _accelerate() -> Check:
         return Check(what, f"{path}: {_ENGINES[kind]}, {count} processes", BAD, advice)
     precision = values.get("mixed_precision", "no")
     return Check(what, f"{path}: {kind}, {count} processes, mixed precision {precision}", GOOD)
+
+
+def _speeds() -> Check:
+    """Check for the speeds that `plan` needs to predict times; those of collectives need several ranks."""
+    path, gpus = kept(cache_folder()), torch.cuda.device_count() or 2
+    command = f"torchrun --nproc-per-node {gpus} -m hf_zero probe"
+    if not path.exists():
+        return Check("measured speeds", "none", NOTE, f"for step times in hf-zero plan: {command}")
+    try:
+        measured = Machine.load(str(path))
+    except ConfigError as error:
+        return Check("measured speeds", str(path), NOTE, f"{error} Measure again: {command}")
+    if measured.collective is None:
+        return Check("measured speeds", f"{path}: one process", NOTE, f"for collectives between ranks: {command}")
+    return Check("measured speeds", f"{path}, with collectives; hf-zero plan reads it", GOOD)
+
+
+# probe --------------------------------------------------------------------------------------------------------------
+
+
+def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
+    """Measure and print the speeds of this machine; a collective on several ranks."""
+    from ..comm.group_wire import open_wire
+    from ..comm.watch import STALL_S
+    from ..huggingface.plugin import ZeroAccelerator
+
+    if offload_dir is not None and not Path(offload_dir).is_dir():
+        raise ConfigError(f"no such folder: {offload_dir}. --offload-dir measures the disk of an existing folder.")
+    writable(output)
+    busy = busy_share()
+    # Joins the ranks that torchrun started, and reports which device is this rank's.
+    accelerator = ZeroAccelerator(cpu=not torch.cuda.is_available())
+    try:
+        wire = open_wire(accelerator.device)
+        wire.start(STALL_S)  # messages as an engine's
+        found = machine.probe(accelerator.device, wire, ranks=wire.ranks_here(), offload_dir=offload_dir)
+        if wire.rank == 0:
+            path = kept(cache_folder()) if output is None else Path(output)
+            replaced = ", replaces the previous one" if output is None and path.exists() else ""
+            found.keep(path)
+            if busy > BUSY_SHARE:
+                print(
+                    f"hf-zero: other programs used {busy:.0%} of the processors: the speeds are too low. "
+                    "Measure again when the machine is idle.",
+                    file=sys.stderr,
+                )
+            if as_json:
+                print_json(found.to_dict())
+                return
+            readers = "`hf-zero plan` and training with a tier of `auto` read it"
+            if output is not None:
+                readers = f"`hf-zero plan --machine {path}` reads it"
+            table(console := Console(), f"{host_name()}, one of {ranks_text(wire.size)}", ("", ""), _measured(found))
+            text(console, f"written to {path}{replaced}; {readers}")
+    finally:
+        accelerator.end_training()
+
+
+def _measured(found: Machine) -> Iterator[tuple[str, str]]:
+    """Sizes, speeds, seconds of a message, operations per second of matrix products."""
+    for name, value in found.to_dict().items():
+        label = name.replace("_", " ")
+        if name == "flops":
+            for dtype, rate in value.items():
+                yield f"matrix product, {dtype}", f"{rate / 1e9:,.3g} GFLOP/s"
+        elif name == "latency" and value is not None:
+            yield "latency of a collective's hop", f"{value * 1e6:.0f} µs"
+        elif value is not None and not isinstance(value, bool):
+            yield label, short_size(value) if isinstance(value, int) else f"{short_size(value)}/s"

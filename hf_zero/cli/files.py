@@ -16,6 +16,11 @@ MAX_BYTES = {"JSON": 16 << 20, "YAML": 256 << 10}
 _MOST_DEEP = 50
 
 
+def cache_folder() -> Path:
+    """Return the cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero"
+
+
 def writable(path: str | None) -> None:
     """Check that a file can be written, before the work that makes it.
 

@@ -111,7 +111,9 @@ def plan(
     keep_gathered: Annotated[str | None, _size("Device memory for units that stay gathered.")] = None,
     disk_space: Annotated[str | None, _size("Space per rank in the offload folder.")] = None,
     optimizer_tensors: Annotated[int, _count("State tensors per parameter; Adam has 2.", 100, least=0)] = 2,
-    machine: Annotated[str | None, _flag("JSON with sizes and speeds of one rank (docs/PLAN.md).", "FILE")] = None,
+    machine: Annotated[
+        str | None, _flag("Sizes and speeds of one rank, as `hf-zero probe` writes them.", "FILE")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -174,6 +176,29 @@ def plan(
     raise typer.Exit(run(asked, zero_stage is None, json))
 
 
+def probe(
+    offload_dir: Annotated[str | None, _flag("Folder on the disk to measure (default: temporary).", "DIR")] = None,
+    output: Annotated[str | None, _flag("Write the result only there.", "FILE")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure memory, disk, link and collectives of this machine.
+
+    Takes some seconds on an idle machine. Under torchrun it also measures the collectives between
+    the ranks. The result is kept for this machine: `hf-zero plan` uses it, and so does training
+    with a tier of `auto`.
+
+    \b
+    Examples:
+      hf-zero probe --offload-dir /fast/disk
+      hf-zero probe --output machine.json
+      torchrun --nproc-per-node 8 -m hf_zero probe
+    """
+    from .doctor import probe as run
+
+    run(offload_dir, output, json)
+
+
 def simulate(
     model: Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")],
     world_size: Annotated[int, _count("Number of ranks.", 1 << 14)] = 8,
@@ -189,7 +214,9 @@ def simulate(
     adapters: Annotated[
         int, _count("Network adapters of one machine; 0: one for each of its ranks.", 1 << 14, "N", 0)
     ] = 0,
-    machine: Annotated[str | None, _flag("JSON with speeds of one rank (default: an H100's).", "FILE")] = None,
+    machine: Annotated[
+        str | None, _flag("Speeds of one rank, as `hf-zero probe` writes them (default: an H100's).", "FILE")
+    ] = None,
     zero_units: Annotated[str, _setting("units", "NAMES")] = "",
     zero_replicas: Annotated[int, _count(_help_of("replicas"), 1 << 14, "R")] = 1,
     zero_wire: Annotated[Wire, _setting("wire")] = "none",
@@ -289,22 +316,26 @@ def export(
 
 def report(
     folder: Annotated[str, _path("Folder with zero_steps.jsonl, or that file.", "RUN")],
+    other: Annotated[str | None, _path("A second run, to compare with.", "RUN2")] = None,
+    png: Annotated[str | None, _flag("Draw loss, throughput and memory.", "FILE.png")] = None,
     html: Annotated[str | None, _flag("Write one interactive page that needs no other file.", "FILE.html")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show how a recorded run went: loss, speed, memory against the plan; also of a run in progress.
 
-    Reads the zero_steps.jsonl of all ranks, which ZeroCallback or engine.record writes.
+    Reads the zero_steps.jsonl of all ranks, which ZeroCallback or engine.record writes. With two
+    runs: what differs.
 
     \b
     Examples:
       hf-zero report out
       hf-zero report out --html report.html
+      hf-zero report out other
     """
     from .report_page import run
 
-    run(folder, html, json)
+    run(folder, other, png, html, json)
 
 
 def migrate(
@@ -364,7 +395,7 @@ def _general(
 
 
 app.callback()(_general)
-for _command in (plan, simulate, verify, export, report, migrate, doctor):
+for _command in (plan, probe, simulate, verify, export, report, migrate, doctor):
     app.command()(_command)
 
 

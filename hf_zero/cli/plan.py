@@ -15,7 +15,7 @@ from ..config import STAGES, ZeroConfig, parse_bytes, size_text
 from ..core.precision import Precision
 from ..errors import ConfigError
 from ..plan.costs import KINDS, STATES, TIERS
-from ..plan.machine import MARGIN, Machine, here
+from ..plan.machine import MARGIN, Machine, here, host_name, kept
 from ..plan.network import Network
 from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
@@ -23,6 +23,7 @@ from ..plan.solve import PlanInputs
 from ..plan.work import ROADS
 from ..tiers.tier import Tier
 from . import OK, WRONG
+from .files import cache_folder
 from .models import Model
 from .show import as_command, as_training_arguments, pasted, print_json, ranks_text, seconds, short_size, table, text
 
@@ -160,13 +161,20 @@ def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
 
 def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space: str | None) -> tuple[Machine, str]:
     """Return sizes and speeds, and their source. Sizes of this machine are used only if `auto` needs them."""
-    machine, source = (Machine(), "") if file is None else (Machine.load(file), file)
-    if file is None and config.is_auto:
-        ranks = max(1, min(world_size, torch.cuda.device_count() or world_size))
-        free = here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
-        machine = Machine(disk_free=free.disk_free, shares_memory=free.shares_memory)
-        if None in (config.device_memory, config.host_memory):
-            machine, source = free, "memory that is free on this machine"
+    if file is not None:
+        machine, source = Machine.load(file), file
+    else:
+        path = kept(cache_folder())
+        machine, source = (Machine.load(path), f"hf-zero probe on {host_name()}") if path.exists() else (Machine(), "")
+        machine = replace(machine, device_memory=None, host_memory=None, disk_free=None)
+        if config.is_auto:
+            ranks = max(1, min(world_size, torch.cuda.device_count() or world_size))
+            free = here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
+            shares = machine.shares_memory if source else free.shares_memory
+            machine = replace(machine, disk_free=free.disk_free, shares_memory=shares)
+            if None in (config.device_memory, config.host_memory):
+                machine = replace(machine, device_memory=free.device_memory, host_memory=free.host_memory)
+                source = f"{source}{'; ' if source else ''}memory that is free on this machine"
     if disk_space is not None:
         machine = replace(machine, disk_free=parse_bytes(disk_space, "--disk-space"))
     return machine, source

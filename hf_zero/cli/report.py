@@ -10,8 +10,9 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
 from ..plan.record import FORMAT, RECENT
 from ..plan.report import duration
-from ..plan.work import ROADS, WAITS
+from ..plan.work import COLLECTIVES, ROADS, WAITS
 
 TOLERANCE = 0.05
 """Relative excess over the plan that is reported, for sizes above `SMALL_BYTES`."""
@@ -236,6 +237,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
             "wait_s": waits,
             "rest_s": max(0.0, median - between - sum(waits.values())),
         },
+        "batch": {name: run.median(name) * int(facts["world_size"]) for name in ("samples", "tokens")},
         "throughput": throughput(runs),
         "losses": [{"step": log["step"], **log["values"]} for log in run.logs],
         "ranks": [_rank_row(each) for each in runs],
@@ -354,3 +356,78 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
 def _is_above(row: Mapping[str, Any]) -> bool:
     planned = row["predicted"]
     return planned is not None and row["counted"] > planned * (1 + TOLERANCE) + SMALL_BYTES
+
+
+# Two runs -----------------------------------------------------------------------------------------
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compare two summaries on what can be compared.
+
+    Returns:
+        Rows (`what`, both `values`, relative `change`, `unit`: bytes, s, 1/s or none), and one
+        sentence for each kind of measurement that was left out.
+    """
+    devices = [out["facts"]["machine"]["device"].partition(":")[0] for out in (one, other)]
+    batches = zip(one["batch"].values(), other["batch"].values())
+    left_out = {
+        "model": "The models have different sizes: memory, speed and loss are not compared.",
+        "device": f"The runs used different devices ({' and '.join(devices)}): speed is not compared.",
+        "work": "The runs have different batches per step: the time of a step is not compared.",
+    }
+    if one["facts"]["parameters"] == other["facts"]["parameters"]:
+        del left_out["model"]
+    if devices[0] == devices[1]:
+        del left_out["device"]
+    if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in batches):
+        del left_out["work"]
+    figures = [
+        (what, unit, value(one), value(other)) for what, unit, needs, value in _FIGURES if not left_out.keys() & needs
+    ]
+    if "model" not in left_out:
+        figures += _loss_figures(one, other)
+    rows = []
+    for what, unit, a, b in figures:
+        if a is not None or b is not None:
+            numbers = unit != "setting" and isinstance(a, (int, float)) and isinstance(b, (int, float))
+            change = _relative(a, b) if numbers else None
+            rows.append({"what": what, "unit": unit.replace("setting", ""), "values": [a, b], "change": change})
+    kept = ("model",) if "model" in left_out else tuple(left_out)
+    return rows, [left_out[name] for name in kept]
+
+
+def _highest(out: dict[str, Any], key: str, tier: str | None = None) -> int | None:
+    """The value of the highest rank; None where no rank has any."""
+    return max(row[key] if tier is None else row[key][tier] for row in out["ranks"]) or None
+
+
+_SPEED = {"model", "device"}
+_FIGURES: tuple[tuple[str, str, set[str], Callable[[dict[str, Any]], Any]], ...] = (
+    ("model", "setting", set(), lambda out: out["facts"].get("about", {}).get("model")),
+    ("parameters", "setting", set(), lambda out: out["facts"]["parameters"]),
+    ("stage", "setting", set(), lambda out: out["facts"]["stage"]),
+    ("ranks", "setting", set(), lambda out: out["facts"]["world_size"]),
+    ("optimizer offload", "setting", set(), lambda out: out["facts"]["config"].get("offload_optimizer")),
+    ("parameter offload", "setting", set(), lambda out: out["facts"]["config"].get("offload_params")),
+    ("steps", "setting", set(), lambda out: out["steps"]),
+    *((f"{tier.value} memory, highest rank", "bytes", {"model"}, partial(_highest, key="peak_bytes", tier=tier.value))
+      for tier in TIERS),
+    ("torch's device memory, highest rank", "bytes", {"model"}, partial(_highest, key="allocated_peak_bytes")),
+    ("process memory, highest rank", "bytes", {"model"}, partial(_highest, key="rss_peak_bytes")),
+    ("time per step (median)", "s", {*_SPEED, "work"}, lambda out: out["time"]["step_s"]),
+    ("waiting per step (median)", "s", {*_SPEED, "work"}, lambda out: out["ranks"][0]["wait_s"]),
+    ("sent per step", "bytes", {*_SPEED, "work"},
+     lambda out: sum(row["counted"] for row in out["traffic"] if row["road"] in COLLECTIVES)),
+    ("tokens/s", "1/s", _SPEED, lambda out: out["throughput"]["tokens_per_s"]),
+    ("samples/s", "1/s", _SPEED, lambda out: out["throughput"]["samples_per_s"]),
+)  # fmt: skip
+"""(what, unit, what must be equal for a comparison, value)."""
+
+
+def _loss_figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    """Losses at the last step that both runs logged."""
+    for name, label in (("loss", "loss"), ("eval_loss", "evaluation loss")):
+        a, b = ({log["step"]: log[name] for log in out["losses"] if name in log} for out in (one, other))
+        if common := a.keys() & b.keys():
+            step = max(common)
+            yield f"{label} at step {step:,}", "", a[step], b[step]

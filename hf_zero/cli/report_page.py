@@ -1,4 +1,4 @@
-"""`hf-zero report`: a run in the terminal, and as one HTML page (plotly)."""
+"""`hf-zero report`: a run in the terminal, as one HTML page (plotly), and as a picture (matplotlib)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..config import size_text
 from ..errors import ConfigError, needs
 from ..plan.costs import TIERS
 from .files import writable
-from .report import KIND_LABELS, LABELS, Run, read_all, summary
+from .report import KIND_LABELS, LABELS, Run, differences, read_all, summary
 from .show import print_json, ranks_text, table, text
 
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
@@ -25,22 +25,35 @@ MOST_POINTS = 1500
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
-def run(folder: str, html: str | None, as_json: bool) -> None:
-    """Show a run."""
-    writable(html)
-    runs = read_all(Path(folder))
+def run(folder: str, other: str | None, png: str | None, html: str | None, as_json: bool) -> None:
+    """Show a run, or compare two."""
+    for path in (png, html):
+        writable(path)
+    if png and Path(png).suffix.lower() != ".png":
+        raise ConfigError(f"--png {png}: expected a name that ends in .png")
+    if other and (png or html):
+        raise ConfigError("a picture or page shows one run, found two. Leave one run or the file out")
+    folders = [each for each in (folder, other) if each]
+    found = [read_all(Path(each)) for each in folders]
     try:
-        _show(runs, html, as_json)
+        if other:
+            _compare([summary(runs) for runs in found], folders, as_json)
+        else:
+            _show(found[0], png, html, as_json)
     except ConfigError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{folder} has records that hf_zero does not write ({found})") from error
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{' or '.join(folders)} has records that hf_zero does not write ({what})") from error
 
 
-def _show(runs: Sequence[Run], html: str | None, as_json: bool) -> None:
+def _show(runs: Sequence[Run], png: str | None, html: str | None, as_json: bool) -> None:
     out = summary(runs)
-    if out["steps"] and html:  # first: a missing package is reported before any table is printed
+    drawn = [each for each in (png, html) if each]
+    # Pictures come first: a missing package is reported before any table is printed.
+    if out["steps"] and png:
+        draw(runs, out, png)
+    if out["steps"] and html:
         Path(html).write_text(page(runs, out), encoding="utf-8")
     if as_json:
         print_json(out)
@@ -59,10 +72,30 @@ def _show(runs: Sequence[Run], html: str | None, as_json: bool) -> None:
         text(console, f"note: {line}")
     for title, columns, rows in tables_of(out) if out["steps"] else ():
         table(console, title, columns, rows)
-    if html and not out["steps"]:
+    if drawn and not out["steps"]:
         print("hf-zero: nothing to draw yet", file=sys.stderr)
-    elif html:
-        console.print(f"Written to {Path(html).resolve()}", markup=False, highlight=False, soft_wrap=True)
+        return
+    for path in drawn:
+        console.print(f"Written to {Path(path).resolve()}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _compare(outs: Sequence[dict[str, Any]], folders: Sequence[str], as_json: bool) -> None:
+    """Show what differs between two runs."""
+    for out, folder in zip(outs, folders):
+        if not out["steps"]:
+            raise ConfigError(f"{folder}: the first step is not over yet. Compare later")
+    rows, left_out = differences(*outs)
+    if as_json:
+        print_json({"runs": outs, "differences": rows, "not_compared": left_out})
+        return
+    console = Console()
+    shown = [
+        (row["what"], *(value_text(value, row["unit"]) for value in row["values"]), _change(row["change"]))
+        for row in rows
+    ]
+    table(console, "Comparison", ("", *folders, "change"), shown)
+    for line in left_out:
+        text(console, line)
 
 
 # Words --------------------------------------------------------------------------------------------
@@ -124,11 +157,26 @@ def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequenc
 
 def _against(row: dict[str, Any]) -> tuple[str, str, str]:
     planned = "" if row["predicted"] is None else size_text(row["predicted"])
-    return planned, size_text(row["counted"]), "" if row["off"] is None else f"{row['off']:+.1%}"
+    return planned, size_text(row["counted"]), _change(row["off"])
+
+
+def _change(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}"
 
 
 def percent(share: float) -> str:
     return f"{share:.1%}"
+
+
+def value_text(value: Any, unit: str) -> str:
+    """Format one value of a comparison."""
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return size_text(value)
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 # Page ---------------------------------------------------------------------------------------------
@@ -153,6 +201,31 @@ def page(runs: Sequence[Run], out: dict[str, Any]) -> str:
         data=to_json_plotly(charts),
         plotly=get_plotlyjs(),
     )
+
+
+def draw(runs: Sequence[Run], out: dict[str, Any], path: str) -> None:
+    """Write the page's charts as one PNG."""
+    with needs("plot"):
+        from matplotlib.figure import Figure
+
+    charts = list(charts_of([each for each in runs if each.steps], out))
+    figure = Figure(figsize=(10, 3 * len(charts)), layout="constrained")
+    figure.suptitle(title_of(out))
+    for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts):
+        for line in chart["lines"]:
+            marker = "o" if len(line["x"]) == 1 else None
+            axes.plot(
+                line["x"],
+                line["y"],
+                label=line["name"],
+                linestyle="-" if line["dash"] == "solid" else "--",
+                marker=marker,
+            )
+        axes.set(title=chart["title"], xlabel="step", ylabel=chart["unit"])
+        axes.legend()
+        if chart["from_zero"]:
+            axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=120)
 
 
 def charts_of(runs: Sequence[Run], out: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,19 +1,30 @@
-"""Memory of one rank by tier, read from the system, and its speeds, from a file."""
+"""Memory of one rank by tier, and its speeds: given in a file, read from the system, or measured."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import platform
+import re
 import shutil
+import statistics
 import tempfile
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.files import parse_json, read_bounded
+from ..checkpoint.files import parse_json, read_bounded, replace_file
+from ..comm.inflight import Inflight
+from ..comm.wire import SoloWire
 from ..errors import CheckpointError, ConfigError
+from ..tiers.disk import Disk
+from ..tiers.host import Link
+from ..tiers.tier import Meter
 
 MARGIN = 0.1
 """Share of free memory that a plan leaves to allocators, libraries and other programs if no budget is given."""
@@ -21,6 +32,26 @@ DISK_MARGIN = 0.05
 
 _MOST_BYTES = 1 << 20
 """Largest machine file."""
+_REPEATS = 3
+_LEAST_GEMM, _GEMM_S = 256, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSizes:
+    """Sizes of one turn of a probe.
+
+    Attributes:
+        copy_bytes: copied over the link, or within host memory.
+        disk_bytes: written to the disk and read back, in requests of `request_bytes`.
+        step_numel: elements of one optimizer step.
+        most_gemm: rows and columns of the largest matrix product.
+    """
+
+    copy_bytes: int = 256 << 20
+    disk_bytes: int = 256 << 20
+    request_bytes: int = 16 << 20
+    step_numel: int = 8 << 20
+    most_gemm: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +124,19 @@ class Machine:
         try:
             values = parse_json(read_bounded(path, _MOST_BYTES))
         except (OSError, ValueError, CheckpointError) as error:
-            raise ConfigError(f"{path} is not a machine file: {error}") from error
+            raise ConfigError(f"{path} is not a machine file: {error}; hf-zero probe --output writes one") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
         return Machine.of(values, str(path))
+
+    def keep(self, path: Path) -> None:
+        """Write a machine file, atomically. Speeds of collectives stay if this probe, of one rank, has none."""
+        values = self.to_dict()
+        if self.collective is None and path.exists():
+            before = Machine.load(path).to_dict()
+            values |= {name: before[name] for name in ("collective", "all_reduce", "latency")}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
 
     @staticmethod
     def least(machines: Iterable[Machine]) -> Machine:
@@ -115,6 +155,11 @@ class Machine:
             flops={dtype: min(machine.flops[dtype] for machine in every) for dtype in sorted(dtypes)},
             **{name: lowest(name) for name in plain},
         )
+
+
+def kept(cache: Path) -> Path:
+    """Return the file in folder `cache` that holds the measurements of this host."""
+    return cache / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json"
 
 
 # Bytes --------------------------------------------------------------------------------------------------------------
@@ -183,3 +228,183 @@ def group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/p
                 stats = dict(entry.split() for entry in (place / "memory.stat").read_text().splitlines())
                 least = min(least, max(0, free + int(stats.get(names[2], 0))))
     return least
+
+
+# Speeds -------------------------------------------------------------------------------------------------------------
+
+
+def probe(
+    device: torch.device,
+    wire: SoloWire,
+    *,
+    ranks: int = 1,
+    offload_dir: str | None = None,
+    sizes: ProbeSizes = ProbeSizes(),  # noqa: B008  (frozen)
+) -> Machine:
+    """Measure this machine on all ranks at the same time, in some seconds. On several ranks a collective.
+
+    Every speed is the best of a few turns. The disk is measured last, with O_DIRECT where the file system allows it, on a
+    temporary file in `offload_dir`.
+
+    Raises:
+        ConfigError, TierError: the folder cannot be used.
+    """
+    free = here(device, ranks=ranks, offload_dir=offload_dir)
+    host = _optimizer_bandwidth(torch.device("cpu"), sizes)
+    cuda = device.type == "cuda"
+    down, up = _link_bandwidth(device, sizes.copy_bytes)
+    speed = measure(device, wire)
+    found = replace(
+        free,
+        host_bandwidth=host,
+        device_bandwidth=_optimizer_bandwidth(device, sizes) if cuda else host,
+        link_down=down,
+        link_up=up,
+        collective=speed.get("collective"),
+        all_reduce=speed.get("all_reduce"),
+        latency=speed.get("latency"),
+        flops={name: _gemm_flops(device, getattr(torch, name), sizes) for name in ("float32", "bfloat16", "float16")},
+    )
+    read, write = _disk_bandwidth(offload_dir, wire, sizes)
+    found = replace(found, disk_read=read, disk_write=write)
+    return Machine.least(Machine.of(each, "a rank") for each in wire.exchange(found.to_dict()))
+
+
+def busy_share() -> float:
+    """Return the share of this machine's processors, 0 to 1, that other processes use."""
+    import psutil
+
+    return float(psutil.cpu_percent(interval=0.2)) / 100
+
+
+def host_name() -> str:
+    """Return the host name, the key of measurements."""
+    return platform.node() or "unknown"
+
+
+def _best_s(device: torch.device, action: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Return the seconds of the fastest turn, after one warm-up."""
+    best = float("inf")
+    for turn in range(repeats + 1):
+        finish(device)
+        started = time.perf_counter()
+        action()
+        finish(device)
+        if turn:
+            best = min(best, time.perf_counter() - started)
+    return max(best, 1e-9)
+
+
+def _optimizer_bandwidth(device: torch.device, sizes: ProbeSizes) -> float:
+    """Time a fused AdamW step: it reads master, gradient and two moments, and writes all but the gradient (28 bytes each)."""
+    param = torch.nn.Parameter(torch.ones(sizes.step_numel, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
+    return 28 * sizes.step_numel / _best_s(device, optimizer.step)
+
+
+def _gemm_flops(device: torch.device, dtype: torch.dtype, sizes: ProbeSizes) -> float:
+    """Time square products of growing size until one takes long enough; some processors are slow at some dtypes."""
+    size = _LEAST_GEMM
+    while True:
+        a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
+        taken_s = _best_s(device, partial(torch.mm, a, b))
+        if size >= sizes.most_gemm or taken_s > _GEMM_S:
+            return 2.0 * size**3 / taken_s
+        size *= 2
+
+
+def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
+    """Return bytes per second down and up; on a CPU device both are copies within host memory."""
+    link = Link(device, Meter())
+    on_host, on_device = link.empty(nbytes, torch.uint8).fill_(1), torch.ones(nbytes, dtype=torch.uint8, device=device)
+    down = _best_s(device, lambda: link.down(on_device, on_host).close())
+    return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device).close())
+
+
+def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) -> tuple[float, float]:
+    """Return bytes per second of reads and writes, several requests at a time, as in the disk tier."""
+    disk = Disk(offload_dir, wire.rank, Meter())
+    try:
+        region = disk.take(sizes.disk_bytes)
+        host = Link(torch.device("cpu"), disk.meter)
+        buffers = [host.empty(sizes.request_bytes, torch.uint8).fill_(7) for _ in range(4)]
+        starts = range(region.offset, region.offset + sizes.disk_bytes, sizes.request_bytes)
+
+        def stream(move: Callable[[int, torch.Tensor], Inflight]) -> None:
+            moves: list[Inflight] = []
+            for turn, offset in enumerate(starts):
+                if turn >= len(buffers):
+                    moves[turn - len(buffers)].close()
+                moves.append(move(offset, buffers[turn % len(buffers)]))
+            for inflight in moves:
+                inflight.close()
+
+        cpu = torch.device("cpu")
+        wire.barrier()
+        write = _best_s(cpu, lambda: stream(disk.write), repeats=2)
+        return sizes.disk_bytes / _best_s(cpu, lambda: stream(disk.read), repeats=2), sizes.disk_bytes / write
+    finally:
+        disk.close()
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+_TURNS, _SMALL_TURNS = 7, 21
+"""Small messages take about as long as a thread needs to wake up, which varies from turn to turn."""
+_SMALL_BYTES, _LARGE_BYTES, _ALL_REDUCE_BYTES = 1 << 10, 64 << 20, 32 << 20
+
+
+def measure(device: torch.device, wire: SoloWire, largest: int = _LARGE_BYTES) -> dict[str, float]:
+    """Time a small and a large gather, as the engine issues them, and an all-reduce; medians, in some seconds.
+
+    A collective with the same result on every rank. Empty on one rank.
+
+    Args:
+        largest: bytes that a rank sends in the large gather.
+
+    Returns:
+        `latency`: seconds of one hop of a gather, which has `ranks - 1` hops. `collective`: bytes per second that a rank sends
+        in a gather. `all_reduce`: in an all-reduce, which always uses the backend; gathers use shared memory where they can.
+    """
+    if wire.size == 1:
+        return {}
+
+    def gather(size: int, turns: int) -> tuple[int, float]:
+        numel = max(32, size // 4 // (wire.size - 1))
+        full, own = torch.ones(numel * wire.size, device=device), torch.ones(numel, device=device)
+        taken_s = _median_s(device, wire, lambda: wire.gather(full, own, 0), turns)
+        return 4 * numel * (wire.size - 1), max(wire.exchange(taken_s))
+
+    (small, small_s), (large, large_s) = gather(_SMALL_BYTES, _SMALL_TURNS), gather(largest, _TURNS)
+    if large_s <= small_s:
+        raise ConfigError(f"{large} bytes took no longer than {small} bytes; measure again on an idle machine")
+    bandwidth = (large - small) / (large_s - small_s)
+    values = torch.ones(min(_ALL_REDUCE_BYTES, largest) // 4, device=device)
+    taken_s = max(wire.exchange(_median_s(device, wire, lambda: wire.average(values, values, 0), _TURNS)))
+    return {
+        "latency": max(0.0, small_s - small / bandwidth) / (wire.size - 1),
+        "collective": bandwidth,
+        "all_reduce": 2 * (wire.size - 1) / wire.size * values.nbytes / taken_s,
+    }
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object], turns: int) -> float:
+    """Return the median seconds of turns that all ranks begin together, after one warm-up."""
+    taken = []
+    for _ in range(turns + 1):
+        wire.barrier()
+        started = time.perf_counter()
+        begun = action()
+        if isinstance(begun, Inflight):
+            begun.close()
+        finish(device)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])

@@ -20,7 +20,7 @@ from hf_zero.cli import USAGE, WRONG
 from hf_zero.cli.main import app, main
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("plan", "simulate", "verify", "export", "report", "migrate", "doctor")
+COMMANDS = ("plan", "probe", "simulate", "verify", "export", "report", "migrate", "doctor")
 LIGHT = """
 import sys, time
 from hf_zero.cli.main import app, main
@@ -109,6 +109,8 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
         (("export", str(model_folder), "--output", str(full)), USAGE, "or --overwrite"),
         (("report", str(tmp_path)), USAGE, "zero_steps"),
         (("report", str(tmp_path), "--html", "/nowhere/a.html"), USAGE, "no folder /nowhere"),
+        (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "no such folder"),
+        (("probe", "--output", "/nowhere/m.json"), USAGE, "no folder /nowhere"),
         (("verify",), USAGE, "Missing argument 'DIR'. See hf-zero verify --help."),
         (("frobnicate",), USAGE, "No such command 'frobnicate'"),
         (("migrate", str(tmp_path / "gone.json")), USAGE, "cannot be read"),
@@ -118,6 +120,7 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
         assert words in text, (arguments, text)
         assert "Errno" not in text
         assert "=True" not in text
+    assert not (tmp_path / "typo").exists()  # a probe makes no folder
 
 
 def test_a_traceback_only_with_debug(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

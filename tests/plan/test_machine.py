@@ -1,4 +1,4 @@
-"""Machines: what is free, what control groups and limits leave, files of machines."""
+"""Machines: what is free, what control groups and limits leave, what a probe measures, files of machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.plan.machine import Machine, free_host_bytes, group_bytes, here
+from hf_zero.comm.group_wire import open_wire
+from hf_zero.comm.wire import SoloWire
+from hf_zero.plan.machine import Machine, ProbeSizes, free_host_bytes, group_bytes, here, measure, probe
 
 CPU = torch.device("cpu")
 
@@ -56,6 +58,25 @@ def test_an_address_space_limit_counts():
     assert 0 < int(out.stdout) < 3 << 30
 
 
+def test_a_probe_measures_everything_there_is(tmp_path):
+    sizes = ProbeSizes(copy_bytes=8 << 20, disk_bytes=64 << 20, step_numel=1 << 20, most_gemm=512)
+    found = probe(CPU, SoloWire(), offload_dir=str(tmp_path), sizes=sizes)
+    for name in (
+        "host_bandwidth",
+        "device_bandwidth",
+        "link_down",
+        "link_up",
+        "disk_read",
+        "disk_write",
+    ):
+        assert 1e7 < getattr(found, name) < 1e13, name
+    assert found.collective is None
+    assert set(found.flops) == {"float32", "bfloat16", "float16"}
+    assert all(rate > 1e7 for rate in found.flops.values())
+    assert list(tmp_path.iterdir()) == []
+    assert Machine.of(found.to_dict(), "itself") == found
+
+
 def test_files_of_machines(tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"device_memory": 24 << 30, "link_up": 2.5e10, "flops": {"bfloat16": 1e14}}))
@@ -73,6 +94,13 @@ def test_files_of_machines(tmp_path):
             Machine.load(path)
 
 
+def test_a_probe_of_one_rank_keeps_what_several_measured(tmp_path):
+    path = tmp_path / "machine.json"
+    Machine(collective=1e9, latency=1e-4, link_up=1.0).keep(path)
+    Machine(link_up=2.0).keep(path)
+    assert Machine.load(path) == Machine(collective=1e9, latency=1e-4, link_up=2.0)
+
+
 def test_a_plan_is_for_the_least_of_all_ranks():
     a = Machine(
         device_memory=10,
@@ -87,3 +115,18 @@ def test_a_plan_is_for_the_least_of_all_ranks():
     assert least == Machine(
         device_memory=10, host_memory=8, disk_read=5.0, shares_memory=True, latency=2.0, flops={"float32": 2.0}
     )
+
+
+def collectives(rank: int, world: int) -> dict[str, float]:
+    wire = open_wire(CPU)
+    wire.start(30.0)
+    return measure(CPU, wire, 1 << 24)
+
+
+@pytest.mark.gloo
+def test_all_ranks_measure_the_same_collectives(pools):
+    one, two = pools[2].run(collectives)
+    assert one == two
+    assert 0 <= one["latency"] < 1
+    assert all(1e6 < one[name] < 1e12 for name in ("collective", "all_reduce"))
+    assert measure(CPU, SoloWire()) == {}
