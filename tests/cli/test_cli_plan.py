@@ -1,4 +1,4 @@
-"""hf-zero plan as it is typed: names of models, tables, and settings that fit."""
+"""hf-zero plan and hf-zero probe as they are typed: names of models, tables, and settings that fit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
@@ -21,8 +22,11 @@ EIGHT = 8_030_261_248
 
 
 @pytest.fixture(autouse=True)
-def columns(monkeypatch):
+def cache(tmp_path, monkeypatch):
+    """A cache and a width of our own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path / "cache" / "hf_zero"
 
 
 @pytest.fixture
@@ -320,3 +324,42 @@ def test_units_that_stay_gathered_are_shown(capsys):
 )
 def test_arguments_that_cannot_be(capsys, arguments, message):
     assert message in refused(capsys, "plan", *arguments)
+
+
+def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path):
+    before = values_of(capsys, folder, "--world-size", 1, "--zero-stage", 3, "--sequence", 16)
+    assert before["step_s"] is None
+    AcceleratorState._reset_state(True)  # the command is a process of its own; tests before this one were not
+    GradientState._reset_state()
+    (tmp_path / "disk").mkdir()
+    measured = json.loads(run(capsys, "probe", "--json", "--offload-dir", tmp_path / "disk"))
+    assert measured["disk_read"] > 0
+    (kept,) = cache.iterdir()
+    assert json.loads(kept.read_text()) == measured
+    after = values_of(capsys, folder, "--world-size", 1, "--zero-stage", 3, "--sequence", 16)
+    assert after["step_s"] > 0
+    assert after["budgets"] == {}  # a plan for another machine is not held to this one's memory
+
+
+@pytest.mark.wide
+@pytest.mark.gloo
+def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "hf_zero",
+    ]
+    (tmp_path / "disk").mkdir()
+    out = subprocess.run(
+        [*command, "probe", "--json", "--offload-dir", str(tmp_path / "disk")],
+        check=True, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    measured = json.loads(out.stdout)
+    assert 1e7 < measured["collective"] < 1e12
+    (kept,) = cache.iterdir()
+    assert json.loads(kept.read_text()) == measured

@@ -36,6 +36,7 @@ def test_what_there_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         assert checks[package]["verdict"] == "ok"
     assert file_system(tmp_path) in checks["disk tier"]["found"]
     assert checks["accelerate launch"]["verdict"] == "ok"
+    assert checks["measured speeds"]["verdict"] == "note"
 
 
 def test_one_screen(capsys: pytest.CaptureFixture[str]) -> None:

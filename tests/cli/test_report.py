@@ -160,17 +160,18 @@ def test_a_page(recorded: tuple[Path, zero.Report], tmp_path: Path) -> None:
     assert steps["x"] == list(range(1, STEPS + 1))
 
 
-def test_a_page_needs_an_extra(
+def test_a_page_or_a_picture_needs_an_extra(
     recorded: tuple[Path, zero.Report],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)  # what Python itself takes for "not to be found"
-    assert main(["report", str(recorded[0]), "--html", str(tmp_path / "a.html")]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == "hf-zero: plotly is not installed: pip install 'hf-zero[report]'\n"
+    for module, flag, extra in (("matplotlib.figure", "png", "plot"), ("plotly.offline", "html", "report")):
+        monkeypatch.setitem(sys.modules, module, None)  # what Python itself takes for "not to be found"
+        assert main(["report", str(recorded[0]), f"--{flag}", str(tmp_path / f"a.{flag}")]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err == f"hf-zero: {module.partition('.')[0]} is not installed: pip install 'hf-zero[{extra}]'\n"
 
 
 def test_damaged_lines_are_passed_over(
@@ -336,7 +337,64 @@ def test_hostile_names_and_losses(
     assert page.charts["loss"]["lines"][0]["y"] == [3.0, None]
 
 
-@pytest.mark.parametrize("words", [["--html", "/nope/a.html"], ["--no-such-flag"], ["a", "second"]])
+def test_two_runs(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts, *steps = lines(recorded[0])
+    for step in steps:
+        step["seconds"] *= 2
+    (tmp_path / "<script><b>").mkdir(parents=True)
+    other = write(tmp_path / "<script><b>", [facts, *steps])
+    assert main(["report", str(recorded[0]), str(other), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    by_name = {row["what"]: row for row in out["differences"]}
+    assert by_name["time per step (median)"]["change"] == pytest.approx(1.0)
+    assert by_name["stage"]["values"] == [3, 3]
+    assert len(out["runs"]) == 2
+    assert main(["report", str(recorded[0]), str(other)]) == 0
+    assert "Comparison" in capsys.readouterr().out
+    assert main(["report", str(recorded[0]), str(other), "--html", str(tmp_path / "a.html")]) == 2
+    assert "shows one run, found two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "gone", "kept"),
+    [
+        ({"parameters": 7}, ("host memory, highest rank", "tokens/s"), "stage"),
+        (
+            {"machine": {"device": "cuda:0", "cores": 2}},
+            ("time per step (median)", "tokens/s"),
+            "host memory, highest rank",
+        ),
+        ({"world_size": 4}, ("time per step (median)",), "tokens/s"),
+    ],
+)
+def test_runs_are_compared_only_on_what_can_be_compared(
+    change: dict[str, Any],
+    gone: tuple[str, ...],
+    kept: str,
+    recorded: tuple[Path, zero.Report],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts, *steps = lines(recorded[0])
+    other = write(tmp_path, [{**facts, **change}, *steps])
+    assert main(["report", str(recorded[0]), str(other), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    names = {row["what"] for row in out["differences"]}
+    assert kept in names
+    assert not names & set(gone)
+    assert len(out["not_compared"]) == 1
+
+
+def test_a_picture(recorded: tuple[Path, zero.Report], tmp_path: Path) -> None:
+    assert main(["report", str(recorded[0]), "--png", str(tmp_path / "a.png")]) == 0
+    png = (tmp_path / "a.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) > 10_000
+
+
+@pytest.mark.parametrize(
+    "words", [["--html", "/nope/a.html"], ["--png", "/nope/a.png"], ["--png", "a.gif"], ["--no-such-flag"], ["/nope"]]
+)
 def test_what_was_typed_cannot_be(
     words: list[str], recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]
 ) -> None:
