@@ -40,11 +40,7 @@ test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one proc
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-all
-test-wide: $(READY) ## run what CI runs after `make test`: tests/wide.txt
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m 'wide and not torture' @tests/wide.txt $(ARGS)
-
-.PHONY: test-all
-test-all: $(READY) ## run these and all further combinations: more models, ranks, rows of settings; hours
+test-all: $(READY) ## run these and all further combinations: hours (ARGS=@tests/ci.txt for what CI runs beyond `make test`)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m 'not torture' $(ARGS)
 
 .PHONY: torture

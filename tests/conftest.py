@@ -26,7 +26,7 @@ from tests.kit.pool import RankPool  # noqa: E402
 torch.set_num_threads(1)
 hypothesis.settings.load_profile("ci")
 """The same examples in every run. Others each time: `--hypothesis-profile=default`, and in the long tests."""
-WIDE = tuple(Path(__file__).with_name("wide.txt").read_text(encoding="utf-8").splitlines())
+WIDE = tuple(Path(__file__).with_name("ci.txt").read_text(encoding="utf-8").splitlines())
 """Files, tests, and cases of tests that `make test` leaves out and CI runs after it: arguments of pytest."""
 LONG = ("test_programs.py", "torture", "scripts", "huggingface", "engine", "random", "checkpoint")
 """Folders and files that take longest. They come first, so that several pytest processes end at about the same time."""

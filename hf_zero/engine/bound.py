@@ -178,7 +178,7 @@ class Bound:
         self._context.wire.watch.phase = "optimizer.step()"
         binding.guard_state(engine.wait_for_steps)
         self.follow_groups()
-        engine.schedule.flush()
+        engine.schedule.flush(at_step=True)
         for event in engine.events.before_step:
             event(optimizer)
         engine.schedule.quiesce()

@@ -61,7 +61,7 @@ class Engine:
         self.saves = Saves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
-        self._presence = Presence(context, self.schedule, bindings)
+        self._presence = Presence(context, self.schedule.reduces, bindings)
         self._undo: list[Callable[[], object]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
             spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]

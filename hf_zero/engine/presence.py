@@ -12,7 +12,7 @@ from .bucket import have_local
 from .context import Context
 from .optimizer import Binding
 from .parameter import raw_grad
-from .schedule import Schedule
+from .reduces import Reduces
 from .segments import runs_of
 from .span import Span
 
@@ -21,12 +21,12 @@ class Presence:
     """Agrees on gradients that are present.
 
     Args:
-        schedule: reduces units that no rank reduced in order.
+        reduces: reduces units that no rank reduced in order.
         bindings: optimizers whose segments are split.
     """
 
-    def __init__(self, context: Context, schedule: Schedule, bindings: Sequence[Binding]) -> None:
-        self._context, self._schedule, self._bindings = context, schedule, bindings
+    def __init__(self, context: Context, reduces: Reduces, bindings: Sequence[Binding]) -> None:
+        self._context, self._reduces, self._bindings = context, reduces, bindings
         self._mine = self._flags()
         """By unit, the flags of this rank that `_agreed` was made of."""
         self._agreed = [list(flags) for flags in self._mine]
@@ -49,7 +49,7 @@ class Presence:
             start += len(values)
         late_units = [unit for unit, flag in zip(units, found) if flag]
         if late_units:
-            self._schedule.reduce_late(late_units)
+            self._reduces.reduce(late_units)
             self._land()
         numbers = [number for number, flag in enumerate(found[len(units) : 2 * len(units)]) if flag]
         if numbers:

@@ -59,6 +59,12 @@ class Reduces:
             self._under_way.finish_reduce()
         self._under_way = None
 
+    def reduce(self, units: Iterable[Unit]) -> None:
+        """Reduce units that the agreed order does not have. A collective."""
+        for unit in units:
+            self.start(unit)
+        self.finish()
+
     def drop(self) -> None:
         """A backward raised: forget its reduces."""
         self.begin()

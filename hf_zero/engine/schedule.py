@@ -13,7 +13,7 @@ Python work per step grows with units, never with parameters, but for class chan
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -28,7 +28,6 @@ from ..errors import StallError, StateError
 from .bucket import have_local
 from .context import Context
 from .graph import GONE, backward_id, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
-from .parameter import set_raw_grad
 from .reduces import Reduces
 from .tape import HIGHEST, Tape, Token, Use, Walk
 from .unit import State, Unit
@@ -47,6 +46,7 @@ class Schedule:
     Attributes:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
+        holds_gradients: a backward inside `no_sync` left gradients on this rank.
         puts_off: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
     """
 
@@ -60,8 +60,9 @@ class Schedule:
         self._is_first = True  # of the backwards since the last step: if it raises, nothing else is gone
         self.in_backward = False
         self._task = -1
-        self._needs_flush = False  # a backward inside no_sync left gradients on this rank
+        self.holds_gradients = False
         self._has_run_backward = False  # since the last step
+        self._may_have_missed = False  # a forward since the last flush has a graph
         self._keeps_graph = False  # the backward builds a graph of itself
         # Forward
         self._running: list[int] = [0] * len(self.units)
@@ -72,7 +73,7 @@ class Schedule:
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
         # Backward
-        self._reduces = Reduces()
+        self.reduces = Reduces()
         self._walk = Walk()
         self._kept: set[Unit] = set()  # gathered until the backward ends
         self._kept_to_step: set[Unit] = set()
@@ -116,6 +117,7 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         self._keeps = torch.is_grad_enabled()
+        self._may_have_missed = self._may_have_missed or self._keeps
         self._wire.watch.phase = "forward" if self._keeps else "a forward without gradients"
 
     def _post_root(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -267,11 +269,6 @@ class Schedule:
         each = self.context.policy.reduce_each_backward and not self.defers
         return self.sync or each or self._wire.size == 1
 
-    @property
-    def holds_gradients(self) -> bool:
-        """This rank has gradients of earlier backwards that are not reduced."""
-        return self._needs_flush
-
     def begin(self) -> None:
         """The first hook of a backward."""
         if self.in_backward:
@@ -297,11 +294,11 @@ class Schedule:
             mark = (self.context.flags_mark << 1 | sends) & HIGHEST
             refuse = partial(self.context.refuse_other_marks, sends=sends)
             start = self.tape.start_agreement
-            self._reduces.begin(start(self._wire, self.units, each_use=self.frees, mark=mark, refuse=refuse))
+            self.reduces.begin(start(self._wire, self.units, each_use=self.frees, mark=mark, refuse=refuse))
             if self.frees:
-                self._reduces.agree()  # it lists the uses
+                self.reduces.agree()  # it lists the uses
         else:
-            self._reduces.begin()
+            self.reduces.begin()
             self.tape.list_reachable()
         self._walk = Walk(self.tape.uses)
 
@@ -359,7 +356,7 @@ class Schedule:
         self._walk.finish(use)
         unit = self.units[use.index]
         if self.sends and not self._walk.left[use.index]:
-            self._reduces.advance(self._walk.left)
+            self.reduces.advance(self._walk.left)
         stays = self._keeps_graph or unit in self._kept or self._running[unit.index]
         if self.frees and not stays and not self._walk.needs(unit.index):
             unit.release()
@@ -379,7 +376,7 @@ class Schedule:
             walk.entered.remove(use)
             if self.frees and not walk.left.get(unit.index):
                 if self.sends:
-                    self._reduces.start(unit)
+                    self.reduces.start(unit)
                 if not walk.is_in(unit.index) and unit not in self._kept:
                     unit.release()
 
@@ -410,11 +407,11 @@ class Schedule:
         if not self.sync:
             self.puts_off = self.defers
         if self.sends:
-            self._reduces.finish()
-            self._needs_flush = False
+            self.reduces.finish()
+            self.holds_gradients = False
             self._after_sync()
         else:
-            self._needs_flush = True
+            self.holds_gradients = True
             for unit in self.units:
                 if unit.trained and unit.has_local_grads:
                     unit.hold()
@@ -423,16 +420,13 @@ class Schedule:
         self._wire.watch.phase = "what follows the backward"
         self.in_backward = False  # not before: an exception up to here is a backward that failed
 
-    def reduce_late(self, units: Sequence[Unit]) -> None:
-        """Reduce units that no agreed order had. A collective."""
-        for unit in units:
-            self._reduces.start(unit)
-        self._reduces.finish()
-
     # Between passes ---------------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
+    def flush(self, *, at_step: bool = False) -> None:
         """Reduce gradients that `no_sync` or a backward without hooks left on this rank. A collective where there are any.
+
+        Args:
+            at_step: look at all parameters. Else only once after a forward: reads of many gradients cost one look.
 
         Raises:
             StateError: a backward of this step raised, after others.
@@ -440,9 +434,19 @@ class Schedule:
         self.recover()
         if self._lost is not None:
             raise StateError(f"{self._lost}. Call zero_grad() and repeat the step")
+<<<<<<< HEAD
         # Besides what `no_sync` left: a backward that came to no hook, such as one of a loss inside the first block.
         if not self._needs_flush and not have_local([span.bucket for unit in self.units for span in unit.trained]):
             return
+=======
+        if not self.holds_gradients:
+            if not at_step and not self._may_have_missed:
+                return
+            # A backward that came to no hook, such as one of a loss inside the first block, has left gradients.
+            self._may_have_missed = False
+            if not have_local([span.bucket for unit in self.units for span in unit.trained]):
+                return
+>>>>>>> main
         sync, self.sync = self.sync, True
         try:
             for event in self.events.before_backward:
@@ -488,18 +492,14 @@ class Schedule:
             self._has_run_backward = not self._is_first
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
-            self._reduces.drop()
+            self.reduces.drop()
             self._walk = Walk()
             self.tape.clear()
             self._kept.clear()
             self._kept_to_step.clear()
             self._tail = None
             for unit in self.units:
-                unit.settle_transfers()
-                for span in unit.trained:
-                    span.bucket.clear()
-                    for segment in span.segments:
-                        set_raw_grad(segment.tensor, None)
+                unit.drop_gradients()
                 if self.frees:
                     unit.release()
             self.in_backward = False

@@ -23,7 +23,7 @@ from ..errors import StateError, TierError
 from ..tiers.tier import Tier
 from .bucket import have_local
 from .context import Context
-from .parameter import set_released
+from .parameter import set_raw_grad, set_released
 from .span import Span
 
 if TYPE_CHECKING:
@@ -242,13 +242,17 @@ class Unit:
         for span in self.trained:
             span.bucket.hold()
 
-    def settle_transfers(self) -> None:
-        """Wait for everything under way, and forget gradients that a failed backward was sending."""
+    def drop_gradients(self) -> None:
+        """A backward failed: wait for everything under way, and forget all gradients."""
         for transfer in (*self._loads, *self._gathers, *(move for _, move, _, _ in self._reduces)):
             transfer.close()
         self._reduces = []
         if self.state is State.GATHERING:
             self.wait()
+        for span in self.trained:
+            span.bucket.clear()
+            for segment in span.segments:
+                set_raw_grad(segment.tensor, None)
 
     def _run(self, action: Callable[[], None], name: str, *, of_gradients: bool = False) -> None:
         """Run an action, under the unit's name in a profiler's trace.
