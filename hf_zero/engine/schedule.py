@@ -434,11 +434,6 @@ class Schedule:
         self.recover()
         if self._lost is not None:
             raise StateError(f"{self._lost}. Call zero_grad() and repeat the step")
-<<<<<<< HEAD
-        # Besides what `no_sync` left: a backward that came to no hook, such as one of a loss inside the first block.
-        if not self._needs_flush and not have_local([span.bucket for unit in self.units for span in unit.trained]):
-            return
-=======
         if not self.holds_gradients:
             if not at_step and not self._may_have_missed:
                 return
@@ -446,7 +441,6 @@ class Schedule:
             self._may_have_missed = False
             if not have_local([span.bucket for unit in self.units for span in unit.trained]):
                 return
->>>>>>> main
         sync, self.sync = self.sync, True
         try:
             for event in self.events.before_backward:
