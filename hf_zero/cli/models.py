@@ -153,7 +153,12 @@ def build(
     """
     from ..plan.outline import add_adapters
 
-    model = model_of(name, what)
+    is_adapter = isinstance(what, Path) and (what / ADAPTER).is_file()
+    if is_adapter and lora:
+        raise ConfigError(f"{name} is an adapter already: plan it without --lora")
+    model = _adapter(name, Path(name).expanduser()) if is_adapter else model_of(name, what)
+    if is_adapter:
+        source = "the adapter on its base, which is frozen"
     architecture = Architecture.of(model.config, (key for key, _ in model.named_parameters()))
     parameters = sum(param.numel() for param in model.parameters())
     if lora:
@@ -182,16 +187,34 @@ def model_of(name: str, what: What) -> Any:
         raise ConfigError(f"{name}: no model can be made of its configuration: {_first_line(error)}") from error
 
 
+def _adapter(name: str, folder: Path) -> Any:
+    """Return an adapter on its base: a folder, a size or a name.
+
+    Raises:
+        ConfigError: the base is missing, or the adapter does not fit it; the message names the base.
+    """
+    from ..huggingface.models import empty_adapter
+
+    base = read_settings(folder / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base.strip():
+        raise ConfigError(f"{folder / ADAPTER} names no base model: set base_model_name_or_path, or plan the base")
+    try:
+        beside = folder / base
+        what = beside if beside.is_dir() else look_up(base)[0]
+        return empty_adapter(str(folder), model_of(base, what))
+    except Exception as error:  # from PEFT or the base's class
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"{name} is an adapter of {_short(base)!r}, and cannot be planned with it: {kind}{_first_line(error)}. "
+            f"Set base_model_name_or_path in {folder / ADAPTER}"
+        ) from error
+
+
 def _check_folder(name: str, path: Path) -> None:
     """
     Raises:
-        ConfigError: an adapter, another kind of file, or a configuration with impossible counts.
+        ConfigError: another kind of file, or a configuration with impossible counts.
     """
-    adapter = path / ADAPTER
-    if adapter.exists():
-        values = read_settings(adapter)
-        base, rank = values.get("base_model_name_or_path"), values.get("r", "RANK")
-        raise ConfigError(f"{name} is an adapter of {base!r}. Plan the base: hf-zero plan {base} --lora {rank}")
     if path.is_file() and path.suffix != ".json":
         raise ConfigError(f"{name}: expected a folder with a config.json, or that file")
     check_counts(path if path.is_file() else path / "config.json")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import ConfigError
+from ..errors import ConfigError, needs
 from ..params.engine import Engine
 from ..params.gathered import unsharded
 from ..plan.shapes import CONFIGS, Config
@@ -95,3 +96,21 @@ def empty_model(name: str | Config) -> nn.Module:
                 return cls(config)
     with torch.device("meta"):
         return transformers.AutoModel.from_config(config)
+
+
+def empty_adapter(folder: str, base: nn.Module) -> nn.Module:
+    """Add a PEFT adapter, as its folder configures it, to a model on the meta device. No weights are read.
+
+    Raises:
+        ConfigError: PEFT is missing.
+    """
+    with needs("examples"):
+        from peft import PeftConfig, get_peft_model
+    config: Any = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False  # with trainable parameters
+    if isinstance(getattr(config, "init_lora_weights", None), str):
+        config.init_lora_weights = True  # other methods read the base's values
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about training
+        model: nn.Module = get_peft_model(base, config)
+    return model

@@ -123,8 +123,9 @@ def test_lora_trains_a_small_part(capsys, folder, tmp_path):
     adapted.peft_config["default"].base_model_name_or_path = str(folder)
     adapted.save_pretrained(tmp_path / "adapter")
     trainable = sum(param.numel() for param in adapted.parameters() if param.requires_grad)
-    assert values_of(capsys, folder, "--lora", 4, "--zero-stage", 3)["trainable"] == trainable
-    assert f"hf-zero plan {folder} --lora 4" in refused(capsys, "plan", tmp_path / "adapter")
+    for arguments in ((tmp_path / "adapter",), (folder, "--lora", 4)):
+        assert values_of(capsys, *arguments, "--zero-stage", 3)["trainable"] == trainable
+    assert "adapter already" in refused(capsys, "plan", tmp_path / "adapter", "--lora", 4)
     assert "needs --lora" in refused(capsys, "plan", folder, "--load-in-4bit")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -131,7 +132,34 @@ def test_files_that_may_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     refused(capsys, "migrate", tmp_path / "config.json")
 
 
-def test_an_adapter_is_refused_with_the_plan_of_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gpt2", "r": 4}')
-    for command in ("plan", "simulate"):
-        assert "Plan the base: hf-zero plan gpt2 --lora 4" in refused(capsys, command, tmp_path)
+def test_an_adapter_of_a_known_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, least in (("gpt2", 10**8), ("openai-community/gpt2", 10**8), ("gpt2-tiny", 10**6)):
+        folder = adapter(tmp_path / name.replace("/", "-"), base_model_name_or_path=name)
+        assert main(["plan", str(folder), "--zero-stage", "2", "--world-size", "2", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["parameters"] > least
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"base_model_name_or_path": "/gone/base"}, "'/gone/base'"),
+        ({"base_model_name_or_path": ".."}, "cannot be read"),
+        ({"base_model_name_or_path": None}, "names no base model"),
+        ({"base_model_name_or_path": 7}, "names no base model"),
+        ({"base_model_name_or_path": "gpt2", "target_modules": ["q_proj"]}, "'gpt2'"),
+        ({"base_model_name_or_path": "gpt2", "r": -1}, "'gpt2'"),
+    ],
+    ids=str,
+)
+def test_adapters_that_cannot_be_planned(
+    settings: dict[str, object], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = adapter(tmp_path / "adapter", **settings)
+    assert part in refused(capsys, "plan", folder)
+
+
+def adapter(folder: Path, **settings: object) -> Path:
+    folder.mkdir()
+    values = {"peft_type": "LORA", "r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True, **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
