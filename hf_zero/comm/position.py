@@ -37,7 +37,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 ANSWER_S = 2.0
 """Time for an answer: two packets that begin a connection are sent in it."""
 _MOST_BYTES = 1 << 16
-"""Of a message."""
+"""Bytes of a message."""
 _AT_ONCE = 200
 """Connections at a time, fewer than a process may usually have."""
 
@@ -214,7 +214,7 @@ class Listener:
 
 
 class Contact(Enum):
-    """How far a question came."""
+    """Name how far a question came."""
 
     UNREACHABLE = auto()
     """The host does not answer."""
@@ -227,7 +227,7 @@ class Contact(Enum):
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a question."""
+    """Holds what came of a question."""
 
     contact: Contact
     message: Message | None = None

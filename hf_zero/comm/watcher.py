@@ -429,7 +429,7 @@ class _Lane:
 
 
 class _Seen:
-    """What this rank has seen of another during one wait.
+    """Holds what this rank has seen of another during one wait.
 
     Attributes:
         position: the last one; None: unknown.

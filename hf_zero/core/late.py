@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Late(NamedTuple):
-    """A function by name.
+    """Names a function.
 
     Attributes:
         library: the module that must be loaded, or installed, for the function to be of use.

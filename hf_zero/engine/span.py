@@ -30,7 +30,7 @@ from ..tiers.array import DiskArray, FilePieces, OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
-from .parameter import Place, adopt, original_class, set_raw_data, source_of
+from .parameter import Place, adopt, set_raw_data, source_of
 from .segments import Segment
 from .written import put
 
@@ -155,9 +155,6 @@ class Span:
 
     def name_of(self, index: int) -> str:
         return self.layout.slots[index].spec.name
-
-    def kind_of(self, index: int) -> type[nn.Parameter]:
-        return original_class(self.params[index])
 
     def follow_flags(self) -> None:
         """Take up `requires_grad` of the parameters."""
