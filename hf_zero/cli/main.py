@@ -208,6 +208,12 @@ def simulate(
     accumulation: Annotated[int, _count("Micro-batches per step.", 256, "N")] = 1,
     batch: Annotated[int, _count("Sequences per rank and forward.", 10**6, "ROWS")] = 1,
     sequence: Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")] = 128,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
+    ] = False,
+    zero_offload_activations: Annotated[Literal["none", "cpu"], _setting("offload_activations")] = "none",
+    zero_sp_size: Annotated[int, _count(_help_of("sp_size"), 1 << 14, "S")] = 1,
+    zero_chunked_loss: Annotated[Literal["false", "true", "auto"], _setting("chunked_loss")] = "false",
     network: Annotated[
         Literal["nvlink", "infiniband", "ethernet"], _flag("Between machines; within one it is NVLink.")
     ] = "infiniband",
@@ -235,11 +241,19 @@ def simulate(
       hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
       hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3
       hf-zero simulate llama3-8b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
+      hf-zero simulate llama3-8b --zero-stage 3 --sequence 131072 --zero-sp-size 8 --zero-offload-activations cpu
     """
     if world_size % nodes:
         raise ConfigError(f"{world_size} ranks do not divide by {nodes} nodes")
     config = ZeroConfig(
-        stage=zero_stage, replicas=zero_replicas, wire=zero_wire, units=zero_units, keep_gathered=keep_gathered
+        stage=zero_stage,
+        replicas=zero_replicas,
+        sp_size=zero_sp_size,
+        chunked_loss=zero_chunked_loss,
+        offload_activations=zero_offload_activations,
+        wire=zero_wire,
+        units=zero_units,
+        keep_gathered=keep_gathered,
     )
     config.check_world_size(world_size)
     from .models import build, look_up
@@ -248,7 +262,8 @@ def simulate(
     from .plan import Asked
     from .simulate import hardware, run
 
-    speeds, links = hardware(mixed_precision, world_size, nodes, network, adapters, machine)
+    offloads = zero_offload_activations != "none"
+    speeds, links = hardware(mixed_precision, world_size, nodes, network, adapters, machine, uses_link=offloads)
     found = build(model, what, source)
     asked = Asked(
         model=found,
@@ -258,7 +273,7 @@ def simulate(
         batch=None if found.architecture is None else batch,
         sequence=sequence,
         accumulation=accumulation,
-        gradient_checkpointing=False,
+        gradient_checkpointing=gradient_checkpointing or offloads,
         optimizer_tensors=2,
         machine=speeds,
         network=links,

@@ -17,25 +17,30 @@ from .show import print_json, ranks_text, table
 NOMINAL_FLOPS = 400e12
 NOMINAL_DEVICE_BANDWIDTH = 3.35e12
 """Bytes per second of an H100's memory (NVIDIA's datasheet)."""
+NOMINAL_LINK = 64e9
+"""Bytes per second in each direction between an H100 and its host (PCIe 5, 128 GB/s both ways together: the same datasheet)."""
 
 
 def hardware(
-    mixed_precision: str, ranks: int, nodes: int, far: str, adapters: int, file: str | None
+    mixed_precision: str, ranks: int, nodes: int, far: str, adapters: int, file: str | None, *, uses_link: bool = False
 ) -> tuple[Machine, Network]:
     """Return a rank's device and the links between ranks: an H100's, or those of a machine file.
 
     Args:
         far: name of the link between machines.
         adapters: of one machine; 0: one for each of its ranks.
+        uses_link: bytes move between device and host memory in a step.
 
     Raises:
         ConfigError: the file lacks a speed that is needed.
     """
     dtype = "bfloat16" if mixed_precision == "bf16" else "float32"
-    near, machine = LINKS["nvlink"], Machine(device_bandwidth=NOMINAL_DEVICE_BANDWIDTH, flops={dtype: NOMINAL_FLOPS})
+    near, device, link = LINKS["nvlink"], NOMINAL_DEVICE_BANDWIDTH, NOMINAL_LINK
+    machine = Machine(device_bandwidth=device, link_down=link, link_up=link, flops={dtype: NOMINAL_FLOPS})
     if file is not None:
         machine = Machine.load(file)
-        needed = ("device_bandwidth", "latency", "collective") if ranks > 1 else ("device_bandwidth",)
+        needed: tuple[str, ...] = ("device_bandwidth", "latency", "collective") if ranks > 1 else ("device_bandwidth",)
+        needed += ("link_down", "link_up") if uses_link else ()
         lacking = [name for name in needed if getattr(machine, name) is None]
         lacking += [] if dtype in machine.flops else [f"flops[{dtype!r}]"]
         if lacking:

@@ -41,8 +41,8 @@ class Network:
     """The links between `ranks` ranks on `nodes` machines: `near` within a machine, `far` between machines.
 
     Ring collectives (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): a
-    gather or a reduce-scatter has N - 1 hops, an all-reduce 2 (N - 1), each as slow as the slowest link. As in NCCL, each
-    adapter has a ring. Groups that work at the same time share the adapters.
+    gather, a reduce-scatter or an exchange has N - 1 hops, an all-reduce 2 (N - 1), each as slow as the slowest link. As in
+    NCCL, each adapter has a ring. Groups that work at the same time share the adapters.
 
     Attributes:
         adapters: adapters from one machine to the others; 0: one per rank.
@@ -82,6 +82,6 @@ class Network:
         """Return the seconds of all collectives, by phase and road, as keys of `work.Work`."""
         out: dict[tuple[str, str], float] = {}
         for each in collectives:
-            key = each.phase, "gather" if each.kind == "gather" else "reduce"
+            key = each.phase, "reduce" if each.kind == "across" else each.kind
             out[key] = out.get(key, 0.0) + each.count * self.time_s(each)
         return out

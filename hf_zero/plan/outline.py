@@ -110,6 +110,17 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int,
     return moment, min(layers, WRITTEN_INPUTS + 1) * one, layers * padded(one)
 
 
+def exchanges(batch: Batch) -> int:
+    """Return how often attention exchanges tensors in one forward and its backward: two times in each layer and pass."""
+    if batch.architecture is None or batch.sp_size == 1:
+        return 0
+    return 2 * batch.architecture.layers * _passes(batch)
+
+
+def _passes(batch: Batch) -> int:
+    return 3 if batch.checkpointing else 2  # forward, recomputation, backward
+
+
 def activation_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
     """Return the bytes that one forward and its backward move, by road: offloaded inputs, and what attention exchanges."""
     architecture, one = batch.architecture, input_bytes(batch, size, is_mixed)
@@ -124,8 +135,7 @@ def activation_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> di
         heads, pairs = architecture.heads, architecture.key_value_heads or architecture.heads
         repeats = next(n for n in range(1, heads + 1) if pairs * n % batch.sp_size == 0 or n * pairs >= heads)
         width = 2 * (heads + repeats * pairs) * architecture.hidden // heads  # queries and outputs, keys and values
-        passes = 3 if batch.checkpointing else 2
-        work["sequence"] = passes * layers * batch.tokens * width * size * (batch.sp_size - 1) // batch.sp_size
+        work["sequence"] = _passes(batch) * layers * batch.tokens * width * size * (batch.sp_size - 1) // batch.sp_size
     return work
 
 

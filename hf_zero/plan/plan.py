@@ -23,7 +23,7 @@ from .costs import KINDS, TIERS, Memory, Placement, Setup, stays
 from .network import Network
 from .peaks import memory_of
 from .solve import TIERS_OF, Budgets, PlanInputs, solve
-from .work import PASSES, Collective, Traffic, collectives_in, seconds, step_seconds, work_in_total
+from .work import PASSES, SEQUENCE, Collective, Traffic, collectives_in, seconds, step_seconds, work_in_total
 
 # Units that stay ------------------------------------------------------------------------------------------------------
 
@@ -147,9 +147,12 @@ def plan(inputs: PlanInputs) -> Plan:
     setup = replace(inputs.setup, kept=frozenset(kept))
     memory = memory_of(inputs.layout, placements, setup, inputs.activations)
     work = work_in_total(inputs.layout, placements, setup)
-    for road, nbytes in inputs.activation_work.items():
+    moved = inputs.activation_work
+    for road, nbytes in moved.items():
         work[PASSES, road] = work.get((PASSES, road), 0) + nbytes
     collectives = tuple(collectives_in(inputs.layout, setup))
+    if count := inputs.exchanges:
+        collectives += (Collective(SEQUENCE, PASSES, count, moved[SEQUENCE] / count, config.sp_size),)
     network = inputs.network or Network.of(inputs.machine, inputs.world_size)
     sent_s = None if network is None else network.seconds(collectives)
     parts = seconds(work, inputs.machine, inputs.compute_s, sent_s)

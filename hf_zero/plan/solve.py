@@ -23,7 +23,7 @@ from ..tiers.tier import SIZES, Sizes, Tier
 from .costs import STATES, TIERS, Memory, Placement, Setup, is_in_files, state_bytes, together
 from .machine import Machine
 from .network import Network
-from .outline import Batch, activation_bytes, activation_work
+from .outline import Batch, activation_bytes, activation_work, exchanges
 from .peaks import memory_of
 from .work import compute_flops, seconds, step_seconds, work_in_total
 
@@ -163,6 +163,11 @@ class PlanInputs:
         is_mixed, is_cpu = self.precision.autocast_dtype is not None, self.machine.shares_memory
         moved = activation_work(self.batch, itemsize(self._compute_dtype), is_mixed, is_cpu)
         return {road: self.backward_per_step * nbytes for road, nbytes in moved.items()}
+
+    @property
+    def exchanges(self) -> int:
+        """Return how often attention exchanges tensors in a step."""
+        return 0 if self.batch is None else self.backward_per_step * exchanges(self.batch)
 
     @property
     def compute_s(self) -> float | None:

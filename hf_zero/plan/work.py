@@ -61,7 +61,7 @@ class Collective:
     """`count` equal collectives of one span in a step; in each of them a rank sends `nbytes`.
 
     Attributes:
-        kind: `gather`, `reduce`, or `across`: a reduce between replicas.
+        kind: `gather`, `reduce`, `across`: a reduce between replicas, or `sequence`: an exchange of attention.
         ranks: ranks that take part.
         stride: distance between these ranks.
         is_all_reduce: every rank gets the full result.

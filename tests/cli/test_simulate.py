@@ -84,6 +84,36 @@ def test_kept_units_save_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert kept["step_s"] < bare["step_s"]
 
 
+def test_a_divided_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Queries and outputs, keys and values: two exchanges in each layer and pass, each of half of what a rank has."""
+    flags = ("gpt2-tiny", "--world-size", 2, "--zero-stage", 3, "--mixed-precision", "no", "--sequence", 64)
+    one, two, again = (
+        simulated(capsys, *flags, *more)
+        for more in ((), ("--zero-sp-size", 2), ("--zero-sp-size", 2, "--gradient-checkpointing"))
+    )
+    assert "sequence" not in one["by_kind"]
+    assert again["by_kind"]["sequence"]["collectives"] * 2 == 3 * two["by_kind"]["sequence"]["collectives"]
+    assert again["by_kind"]["sequence"]["bytes_sent"] * 2 == 3 * two["by_kind"]["sequence"]["bytes_sent"]
+    assert two["parts_s"]["passes sequence"] == pytest.approx(two["by_kind"]["sequence"]["seconds"])
+    assert two["planned_peak_bytes"] < one["planned_peak_bytes"]
+
+
+def test_offloaded_activations_and_chunks_of_the_loss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ("gpt2-124m", "--zero-stage", 3, "--sequence", 4096)
+    bare, chunked = (simulated(capsys, *flags, *more) for more in ((), ("--zero-chunked-loss", "true")))
+    assert chunked["planned_peak_bytes"] < bare["planned_peak_bytes"]
+    kept, moved = (
+        simulated(capsys, *flags, *more)
+        for more in (("--gradient-checkpointing",), ("--zero-offload-activations", "cpu"))
+    )
+    assert moved["planned_peak_bytes"] < kept["planned_peak_bytes"]
+    assert moved["parts_s"]["passes down"] > 0
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(MEASURED))
+    assert cli.main(["simulate", *map(str, SMALL), "--zero-offload-activations", "cpu", "--machine", str(path)]) == 2
+    assert "has no link_down, link_up" in capsys.readouterr().err
+
+
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     values = simulated(capsys, "gpt2-tiny", "--world-size", 1)
     assert values["by_kind"] == {}
