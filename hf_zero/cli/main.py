@@ -241,7 +241,7 @@ def simulate(
       hf-zero simulate gpt2-124m --world-size 2 --machine machine.json
       hf-zero simulate gpt3-13b --world-size 4096 --nodes 512 --zero-stage 3
       hf-zero simulate llama3-8b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
-      hf-zero simulate llama3-8b --zero-stage 3 --sequence 131072 --zero-sp-size 8 --zero-offload-activations cpu
+      hf-zero simulate llama3-8b --zero-stage 3 --sequence 131072 --zero-sp-size 8
     """
     if world_size % nodes:
         raise ConfigError(f"{world_size} ranks do not divide by {nodes} nodes")
