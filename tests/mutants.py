@@ -230,7 +230,7 @@ MUTANTS = (
         "comm/hybrid.py",
         "            within.close()\n            self._average_across(out, sent_as, tag)",
         "            within.close()",
-        program("loops"),
+        program("gradients or micro_batches"),
     ),
     Mutant(
         "one rank reduces other units than the others",
