@@ -44,7 +44,7 @@ def on_rank(rank: int, world: int, case: Case, reference: Case, folder: str, lim
         Program("random", functools.partial(play, each), "average", loose=LOOSE[case.setting.precision])
         for each in (case, reference)
     )
-    # Not `faulthandler.dump_traceback_later`: it reads the frames of a thread that runs, and crashed one process in 15.
+    # Not `faulthandler.dump_traceback_later`: it reads the frames of a thread that runs, and has crashed processes.
     late = threading.Timer(max(1.0, limit_s - 2.0), write_stacks, [Path(folder) / f"stack{rank}"])
     late.start()
     try:
