@@ -92,7 +92,7 @@ benchmark: $(READY) ## compare with peers on a small model, in minutes; JSON in 
 	--output runs/benchmark.json $(ARGS)
 
 .PHONY: benchmark-counts
-benchmark-counts: $(READY) ## count the Python calls, collectives and bytes of a step, beside their bounds
+benchmark-counts: $(READY) ## count the Python calls, collectives and bytes of a step, and compare them with bounds
 	$(BIN)/python benchmarks/counts.py $(ARGS)
 
 .PHONY: peers
