@@ -22,7 +22,7 @@ from ..errors import StateError, TierError
 from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.disk import Disk
 from ..tiers.fingerprint import digest
-from .deferred_parameter import copy_deferred, entered_mode, show_closed
+from .deferred_parameter import copy_deferred, show_closed
 
 _TAG = 1 << 20  # above every span's index
 _STORED_BYTES = 64 << 10  # smaller parts stay in memory
@@ -54,6 +54,7 @@ class Deferred:
     Attributes:
         label: what it is called in errors. `print`: the digest of the full values that this rank saw last.
         is_used: a function was given it since it was registered. Before, its memory may hold anything.
+        is_cast: what a cast of a closed parameter returned.
         session: the `Init` that gave it its label.
         pins: `GatheredParameters` that need it open.
     """
@@ -73,7 +74,7 @@ class Deferred:
         self.device = device or (own.device if own is not None else torch.device("cpu"))
         self.label = "a parameter"
         self.print: int | None = None
-        self.is_used, self.pins = False, 0
+        self.is_used, self.is_cast, self.pins = False, False, 0
         self.session: object = None
         self._kind: tuple[torch.Size, torch.dtype] | None = None  # what it was closed as before it is open
         self._may_fail = origin is not None or store is not None  # to be read; the same on every rank
@@ -264,24 +265,25 @@ class Deferred:
                 self.print = digest(param.detach().reshape(-1))
 
     @torch.no_grad()
-    def apply(self, param: nn.Parameter, change: Callable[[Tensor], Tensor]) -> None:
-        """Cast or move the closed parameter's values."""
+    def cast(self, param: nn.Parameter, change: Callable[[Tensor], Tensor]) -> nn.Parameter:
+        """Return a closed parameter whose part is `change` of this one's. Values that stay as they are stay in their files."""
+        self._follow()
         with _plain():
-            sample = change(torch.empty(0, dtype=param.dtype, device=self.device))
-            if sample.dtype != param.dtype:
-                self.own, self.origin = self._put_away(change(self.values())), None
-            elif isinstance(self.own, Tensor):
-                self.own = change(self.values())
-            self._alias, self.device = None, sample.device
-            show_closed(param, param.shape, sample.dtype, sample.device)
+            like = change(torch.empty(0, dtype=param.dtype, device=self.device))
+            stays = isinstance(self.own, OnDisk) and like.dtype == param.dtype
+            made = Deferred(self.wire, self.own if stays else change(self.values()), device=like.device)
+        made.is_cast = True
+        return closed(made, param.shape, like.dtype, False)
+
+    def take(self, param: nn.Parameter, cast: Deferred, dtype: torch.dtype) -> None:
+        """Take the part of what `cast` returned."""
+        if cast.own is not self.own and cast.own is not None:
+            self.own, self.origin = self._put_away(fetch(cast.own)), None
+        self._alias, self.device = None, cast.device
+        show_closed(param, param.shape, dtype, self.device)
 
     def copied(self, param: nn.Parameter) -> nn.Parameter:
         """A closed copy, or one in the same files."""
-        if entered_mode() is None:
-            raise StateError(
-                f"a parameter of shape {tuple(param.shape)} that was created under zero.Init() cannot be copied before its "
-                "model is sharded. Copy inside `with zero.Init():`, or build the second model there"
-            )
         self.follow(param)
         own = None if self.at_rest else self.slice_of(param).clone()
         made = Deferred(self.wire, own, device=self.device, origin=self.origin, store=self._store)

@@ -8,50 +8,46 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from ..engine.parameter import reads_no_values, source_of
 from ..errors import StateError
 
 _plain = torch._C.DisableTorchFunction
 
-_NEED_NO_VALUES = frozenset(
-    {
-        "__repr__", "__format__", "__dir__", "_has_compatible_shallow_copy_type", "can_cast", "empty_like", "full_like",
-        "get_device", "is_tensor", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
-        "promote_types", "rand_like", "randint_like", "randn_like", "result_type", "untyped_storage", "zeros_like",
-        "is_pinned", "retain_grad",
-    }
-)  # fmt: skip
+_ANSWERED = frozenset({"__repr__", "__format__", "untyped_storage"})
 _LAYOUT = frozenset({"is_contiguous", "storage_offset", "stride"})
 """Answered for the memory that the parameter has when it is open, as are `zeros_like` and its siblings."""
 _CASTS = frozenset({"to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"})
 
 
 class EnteredMode(TorchFunctionMode):
-    """Opens deferred parameters as torch functions use them. `zero.Init` enters one."""
+    """Sends every torch function through `zero.Init`, which opens their parameters; inside that, functions are plain."""
+
+    def __init__(self, init: Any) -> None:
+        super().__init__()
+        self.init = init
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.init.call(func, args, kwargs or {})
 
 
-def entered_mode() -> EnteredMode | None:
-    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, EnteredMode)), None)
+def entered() -> Any:
+    """Return the outermost `zero.Init` that is entered; None if there is none."""
+    return next((mode.init for mode in _get_current_function_mode_stack() if isinstance(mode, EnteredMode)), None)
 
 
 def needs_values(func: Any) -> bool:
     """Return whether a torch function reads or writes elements, or gives access to their memory."""
     name = getattr(func, "__name__", "")
-    if name == "__set__" and getattr(func.__self__, "__name__", "") == "grad":
-        return False
-    return (
-        name not in _NEED_NO_VALUES
-        and not (name == "__get__" and _attribute(func) == "grad")
-        and not (reads_no_values(func))
-    )
+    is_grad = name in ("__get__", "__set__") and _attribute(func) == "grad"
+    return not (is_grad or name in _ANSWERED or reads_no_values(func))
 
 
 def _attribute(func: Any) -> str:
@@ -62,8 +58,8 @@ def _attribute(func: Any) -> str:
 class DeferredParameter(nn.Parameter):
     """A closed parameter: torch functions that read or write its values raise `StateError`.
 
-    Casts and moves return a `_Changed`, which only `param.data = …` takes: `model.half()` works on each rank's part. A full
-    value can be copied in: each rank takes its part.
+    Casts and moves return another closed one, which `param.data = …` takes: `model.half()` works on each rank's part. A
+    full value can be copied in: each rank takes its part.
     """
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
@@ -71,6 +67,8 @@ class DeferredParameter(nn.Parameter):
         return nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if entered() is None:
+            _refuse(Tensor.__deepcopy__, self)
         if id(self) not in memo:
             memo[id(self)] = _of(self).copied(self)
         copied: nn.Parameter = memo[id(self)]
@@ -90,15 +88,17 @@ class DeferredParameter(nn.Parameter):
         first: Any = args[0] if args else None
         is_first = isinstance(first, DeferredParameter)
         if is_first and name in _CASTS:
-            return _Changed.of(first, lambda value: func(value, *args[1:], **options))
-        if is_first and name == "__set__" and _attribute(func) == "data" and isinstance(args[1], _Changed):
-            _of(first).apply(first, args[1].change)
-            return None
+            return _of(first).cast(first, lambda value: func(value, *args[1:], **options))
+        if is_first and name == "__set__" and _attribute(func) == "data" and isinstance(args[1], DeferredParameter):
+            cast = _of(args[1])
+            if cast.is_cast:
+                _of(first).take(first, cast, args[1].dtype)
+                return None
         if is_first and name == "copy_" and type(args[1]) in (Tensor, nn.Parameter) and args[1].shape == first.shape:
             _of(first).put(first, args[1])
             return first
         if needs_values(func):
-            _refuse(func, next(_deferred_in((args, options))))
+            _refuse(func, next(each for each in tree_leaves((args, options)) if isinstance(each, DeferredParameter)))
         with torch._C.DisableTorchFunctionSubclass():
             if is_first and name in ("__repr__", "__format__"):
                 return f"Parameter(deferred, shape={tuple(first.shape)}, dtype={first.dtype})"
@@ -111,50 +111,12 @@ class DeferredParameter(nn.Parameter):
             return func(*args, **options)
 
 
-class _Changed(Tensor):
-    """A closed parameter after a cast or a move, without values."""
-
-    change: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(cls, param: Any, change: Callable[[Tensor], Tensor]) -> _Changed:
-        with _plain(), torch.no_grad():
-            sample = change(torch.empty((), dtype=param.dtype, device=param.device))
-            made = sample.expand(param.shape).as_subclass(cls)
-        made.change = change
-        made.param = param  # type: ignore[attr-defined]
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if needs_values(func):
-            _refuse(func, next(_changed_in((args, kwargs or {}))).param)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
 def _of(param: Any) -> Any:
     """Return the `Deferred` that has the values."""
     found = source_of(param)
     if found is None:
         raise StateError("a copy of a parameter that was created under zero.Init() has no values")
     return found
-
-
-def _inside(value: Any, kind: type[Any]) -> Any:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _inside(each, kind)
-    elif isinstance(value, dict):
-        yield from _inside(list(value.values()), kind)
-
-
-_deferred_in = partial(_inside, kind=DeferredParameter)
-_changed_in = partial(_inside, kind=_Changed)
 
 
 def is_new_parameter(func: Any, depth: int) -> bool:
@@ -169,7 +131,12 @@ def is_new_parameter(func: Any, depth: int) -> bool:
 
 def _refuse(func: Any, param: Any) -> Any:
     name, attribute = getattr(func, "__name__", str(func)), _attribute(func)
-    what = {"__get__": f"reading .{attribute}", "__set__": f"assigning .{attribute}"}.get(name, f"{name}()")
+    access = {
+        "__get__": f"reading .{attribute}",
+        "__set__": f"assigning .{attribute}",
+        "__deepcopy__": "copy.deepcopy()",
+    }
+    what = access.get(name, f"{name}()")
     if is_new_parameter(func, 2):
         what = "nn.Parameter(p)"
     with torch._C.DisableTorchFunctionSubclass():

@@ -11,7 +11,6 @@ Every rank runs the same code, and draws the same random numbers: that makes the
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import threading
 import weakref
@@ -25,6 +24,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
@@ -44,17 +44,13 @@ from .deferred_parameter import (
     DeferredParameter,
     EnteredMode,
     copy_deferred,
-    entered_mode,
+    entered,
     is_new_parameter,
     needs_values,
 )
 
 Pair = tuple[nn.Parameter, Deferred]
 _FROM_PRETRAINED = Late("transformers", "huggingface.from_pretrained", "reading")
-
-_TRIM_BYTES = 16 << 20
-"""Most that closed parameters may leave in the allocator before it must give it back."""
-_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 OVERWRITES = frozenset(
     {
@@ -126,14 +122,13 @@ class Init:
         self._session = object()
         self._known: list[weakref.ref[Deferred]] = []  # all that were registered or used, in that order
         self._largest_numel = 0  # of the parameters that one module holds itself
-        self._freed_bytes = 0
         self._seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._own_random: list[Tensor] | None = None  # of this rank before, where it was not rank 0's
 
     def __enter__(self) -> Init:
         if not self.enabled:
             return self
-        outer = entered()
+        outer: Init | None = entered()
         if outer is not None:
             outer._depth += 1
             return outer
@@ -151,7 +146,7 @@ class Init:
             stack.callback(self._leave)
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             stack.callback(register_module_module_registration_hook(self._on_module).remove)
-            stack.enter_context(_Watch(self))
+            stack.enter_context(EnteredMode(self))
             if (reading := _FROM_PRETRAINED.if_installed()) is not None:  # also if it is imported inside
                 stack.enter_context(reading(self))
             self._stack = stack.pop_all()
@@ -159,7 +154,7 @@ class Init:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        outer = entered() if self.enabled else None
+        outer: Init | None = entered() if self.enabled else None
         if outer is None:
             return
         outer._depth -= 1
@@ -266,14 +261,6 @@ class Init:
                 deferred.close(param)
                 if deferred.has_alias:
                     self._aliased.append(deferred)
-                self._give_back(param.numel() * param.element_size())
-
-    def _give_back(self, freed_bytes: int) -> None:
-        """Return host memory of closed parameters to the system, now and then."""
-        self._freed_bytes += freed_bytes
-        if self._freed_bytes >= _TRIM_BYTES and _malloc_trim is not None and self.wire.size > 1:
-            self._freed_bytes = 0
-            _malloc_trim(0)
 
     def _bring(self, found: list[Pair], overwritten: nn.Parameter | None, what: str) -> None:
         """Open what the function `what` is about to use."""
@@ -314,7 +301,11 @@ class Init:
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call one torch function, with the deferred parameters among its arguments opened."""
         found: dict[int, Pair] = {}
-        uses = _find_deferred((args, kwargs), found)
+        uses = 0
+        for each in tree_leaves((args, kwargs)):
+            if type(each) in (nn.Parameter, DeferredParameter) and (deferred := deferred_of(each)) is not None:
+                found[id(each)] = (each, deferred)
+                uses += 1
         if not found or not (needs_values(func) or getattr(func, "__name__", "") == "untyped_storage"):
             return func(*args, **kwargs)
         pairs = list(found.values())
@@ -341,40 +332,6 @@ class Init:
         for param, deferred in found:
             deferred.is_used = True
             self._note(deferred, f"a parameter of shape {tuple(param.shape)}")
-
-
-def entered() -> Init | None:
-    """Return the outermost `Init` that is entered."""
-    mode = entered_mode()
-    return mode.init if isinstance(mode, _Watch) else None
-
-
-class _Watch(EnteredMode):
-    """Sends every torch function through `Init.call`; inside that, torch functions are plain again."""
-
-    def __init__(self, init: Init) -> None:
-        super().__init__()
-        self.init = init
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.init.call(func, args, kwargs or {})
-
-
-def _find_deferred(value: Any, found: dict[int, Pair]) -> int:
-    """Collect the deferred parameters in nested arguments, each once. Returns how often they occur."""
-    if type(value) in (nn.Parameter, DeferredParameter):
-        deferred = deferred_of(value)
-        if deferred is None:
-            return 0
-        found[id(value)] = (value, deferred)
-        return 1
-    if isinstance(value, (tuple, list)):
-        return sum(_find_deferred(inner, found) for inner in value)
-    if isinstance(value, dict):
-        return sum(_find_deferred(inner, found) for inner in value.values())
-    return 0
 
 
 def _can_be_deferred(param: nn.Parameter) -> bool:

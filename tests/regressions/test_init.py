@@ -165,7 +165,7 @@ def guarded(rank: int, world: int) -> None:
     tokens = ids(rank, 0)
     with pytest.raises(zero.StateError, match=r"zero\.Init.*accelerator\.prepare"):
         model(input_ids=tokens)
-    with pytest.raises(zero.StateError, match="cannot be copied"):
+    with pytest.raises(zero.StateError, match=r"deepcopy\(\) of a parameter"):
         copy.deepcopy(model)
     with pytest.raises(zero.StateError, match="cannot be pickled"):
         pickle.dumps(model)
