@@ -6,7 +6,7 @@ meanwhile. All that computes with it raises until it is back (`Context.away`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,17 +15,14 @@ from ..engine.context import Context
 from ..engine.optimizer import Binding
 from ..engine.span import Span
 from ..engine.unit import State
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..tiers.array import Values
 from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 
-STATES = ("parameters", "gradients", "optimizer")
-"""The states that `Engine.offload_states` moves."""
-
 
 class Away:
-    """Moves states of one model. Nothing is gathered that the stage releases, and nothing is under way."""
+    """Moves all that one model stores. Nothing is gathered that the stage releases, and nothing is under way."""
 
     def __init__(self, context: Context, bindings: Sequence[Binding]) -> None:
         self._context, self._bindings = context, bindings
@@ -36,52 +33,42 @@ class Away:
         self._gradients: list[Span] = []
 
     @torch.no_grad()
-    def leave(self, include: Iterable[str]) -> None:
-        """Move these states to host memory.
+    def leave(self) -> None:
+        """Move everything to host memory.
 
         Raises:
-            ConfigError: another name than those of `STATES`.
-            StateError: states are in host memory already.
+            StateError: it is there already.
         """
-        names = set(include)
-        if not names <= set(STATES):
-            raise ConfigError(
-                f"offload_states: expected names of {', '.join(STATES)}, found {sorted(names - set(STATES))}"
-            )
         if self._context.away:
             raise StateError("offload_states: states are in host memory already. Call reload_states() first")
         self._context.away = True
         for unit in self._context.units:
             for span in unit.spans:
-                self._leave(span, names)
-            if "parameters" in names and any(span.stays for span in unit.spans):
+                self._leave(span)
+            if any(span.stays for span in unit.spans):
                 unit.state = State.SHARDED
                 unit.hide_all()
                 for span in unit.spans:
                     if span.stays:
                         span.drop()
                         self._full.append(span)
-        if "optimizer" in names:
-            for binding in self._bindings:
-                for entries in dict.values(binding.optimizer.state):
-                    for value in entries.values():
-                        if isinstance(value, Tensor) and value.device == self._context.device:
-                            value.data = value.to("cpu", copy=True)
-                            self._states.append(value)
+        for binding in self._bindings:
+            for entries in dict.values(binding.optimizer.state):
+                for value in entries.values():
+                    if isinstance(value, Tensor) and value.device == self._context.device:
+                        value.data = value.to("cpu", copy=True)
+                        self._states.append(value)
         empty_cache(self._context.device)
 
-    def _leave(self, span: Span, names: set[str]) -> None:
+    def _leave(self, span: Span) -> None:
         bucket = span.bucket
-        if names & {"gradients", "optimizer"} and isinstance(bucket.grad, Tensor) and bucket.tier is Tier.DEVICE:
+        if isinstance(bucket.grad, Tensor) and bucket.tier is Tier.DEVICE:
             bucket.grad = bucket.grad.to("cpu", copy=True)
             self._gradients.append(span)
-        is_alias = span.is_alias
-        # A master that is the memory of `local` goes with it; one that nothing trains belongs to the parameters.
-        moves = "parameters" if is_alias or not span.trainable else "optimizer"
-        if span.tier is Tier.DEVICE and moves in names:
+        if span.tier is Tier.DEVICE:
+            self._masters.append((span, span.is_alias))
             span.use_master(_moved(span.master, torch.device("cpu")))
-            self._masters.append((span, is_alias))
-        if "parameters" in names and span.copy is not None and span.copy_tier is Tier.DEVICE:
+        if span.copy is not None and span.copy_tier is Tier.DEVICE:
             span.copy = _moved(span.copy, torch.device("cpu"))
             self._copies.append(span)
         for segment in span.segments:

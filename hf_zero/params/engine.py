@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -25,7 +25,7 @@ from ..plan.record import Recorder
 from ..plan.report import Report
 from ..sequence.parallel import SequenceParallel
 from . import weighing
-from .away import STATES, Away
+from .away import Away
 from .unsharded import Hold, same_on_all_ranks
 
 _ELSEWHERE = {
@@ -207,16 +207,12 @@ class Engine(core.Engine):
             context.is_unsharded, self.hold = False, None
             hold.end(hold.written())
 
-    def offload_states(self, include: Iterable[str] = STATES) -> None:
-        """Move what is stored on the device to host memory, until `reload_states`. Call it on every rank.
+    def offload_states(self) -> None:
+        """Move all that is stored on the device to host memory, until `reload_states`. Call it on every rank.
 
         It makes room for other programs that share the device. Nothing can be computed or saved meanwhile.
 
-        Args:
-            include: of `parameters`, `gradients` and `optimizer` (masters and states, with their gradients).
-
         Raises:
-            ConfigError: another name.
             StateError: states are in host memory already.
 
         Example:
@@ -229,7 +225,7 @@ class Engine(core.Engine):
             if not self.context.away:
                 self.schedule.flush()
                 self.quiesce()
-            self._away.leave(include)
+            self._away.leave()
 
     def reload_states(self) -> None:
         """Move everything back, the same to the bit. A collective where the stage keeps full parameters.

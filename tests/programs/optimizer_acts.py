@@ -123,7 +123,7 @@ def clear_what_is_away(run: Run, model: Any, optimizer: Any) -> None:
     backward(run, model, 9)
     engine = run.engine_of(model)
     if engine is not None:
-        engine.offload_states(["gradients"])
+        engine.offload_states()
     run.refuses(zero.StateError, "reload_states", lambda: engine.clip_grad_norm_(1.0))
     optimizer.zero_grad()
     if engine is not None:

@@ -122,9 +122,8 @@ class Operations:
                     param.add_(0.03)
 
     def away(self) -> None:
-        states = self.random.sample(("parameters", "gradients", "optimizer"), self.random.randint(1, 3))
         if self.engine is not None:
-            self.engine.offload_states(states)
+            self.engine.offload_states()
             self.engine.reload_states()
 
     def save(self) -> None:
