@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import sys
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
@@ -25,8 +25,7 @@ class Saves:
         self._side: SoloWire | None = None
         self._slab: Tensor | None = None  # host memory of the copies, used again
         self._target = ""
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._running: Future[None] | None = None
 
     def side_wire(self) -> SoloWire:
         """Return the wire for a thread that communicates while training continues. A collective the first time."""
@@ -39,16 +38,11 @@ class Saves:
         self.wait()  # the save before still reads the slab, and communicates over the side wire
         self._slab = saving.freeze(self.side_wire(), self._slab)
         self._target = str(saving.target)
-        # Not a daemon: the interpreter waits for it at exit, and `_at_exit` then reports.
-        self._thread = threading.Thread(target=self._commit, args=(saving,), name=f"hf_zero save {self._target}")
-        self._thread.start()
+        # The interpreter waits for its thread at exit, and `_at_exit` then reports.
+        pool = ThreadPoolExecutor(1, f"hf_zero save {self._target}")
+        self._running = pool.submit(saving.commit)
+        pool.shutdown(wait=False)  # the thread ends with this save
         _UNREPORTED.append(self)
-
-    def _commit(self, saving: Saving) -> None:
-        try:
-            saving.commit()
-        except BaseException as error:
-            self._failure = error
 
     def wait(self) -> None:
         """Return when no save is under way.
@@ -56,13 +50,12 @@ class Saves:
         Raises:
             CheckpointError: it failed, on this or any other rank; raised once.
         """
-        if self._thread is None:
+        if self._running is None:
             return
         with self._wire.watch.doing(f"waiting for the save to {self._target}"):
-            self._thread.join()
-        self._thread = None
+            failure = self._running.exception()
+        self._running = None
         _UNREPORTED.remove(self)
-        failure, self._failure = self._failure, None
         if failure is not None:
             if isinstance(failure, ZeroError):
                 raise failure

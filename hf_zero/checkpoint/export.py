@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ from ..tiers.array import FileSource, OnDisk
 from ..version import __version__
 from .cards import CARD, card_for, is_generated, is_unfilled, read_card, sealed
 from .files import inside, read_json
-from .folder import Staging, verify
+from .folder import Progress, Staging, counting, naming, verify
 from .hub import Hub
 from .kinds import stale_weights
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST
 from .ranges import bytes_of
 from .safetensors import Header, Stored, build_header, write_fully
 from .series import is_ours
@@ -49,9 +48,6 @@ _TRAINING = ("zero_", "trainer_state.json", "optimizer.json")  # beginnings of n
 _TEMPLATES = "additional_chat_templates"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _NOT_WEIGHTS = re.compile(r"\..*|checkpoint-\d+").fullmatch  # hidden folders, and checkpoints of their own
-
-Progress = Callable[[str, int, int], None]
-"""Called with (action, bytes done, bytes in all), from any thread, one at a time."""
 
 
 def export(
@@ -109,26 +105,14 @@ def export(
     if target is not None:
         _write_folder(target, files, report)
         if hub is not None:
-            hub.upload({name: target / name for name in files}, message, overwrite)
+            hub.upload(target, files, message, overwrite)
     elif hub is not None:
         beside = folder.resolve().parent
         scratch = beside if os.access(beside, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix=".zero_export-", dir=scratch) as place:
-            hub.upload(_write_rewritten(Path(place), files, report), message, overwrite)
+            _write_files(Path(place), files, report, links=True)
+            hub.upload(Path(place), files, message, overwrite)
     return target
-
-
-def verified(folder: str | os.PathLike[str], progress: Progress) -> Manifest:
-    """Run `verify` and report its progress as that of an export."""
-    total, done, lock = Manifest.read(folder).total_bytes, 0, threading.Lock()
-
-    def checked(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            progress("checking", done, total)
-
-    return verify(folder, progress=checked)
 
 
 # Which files ----------------------------------------------------------------------------------------
@@ -166,7 +150,7 @@ def _plan(folder: Path, dtype: str | None, report: Progress) -> dict[str, Conten
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a checkpoint")
     manifest = None
     if is_ours(folder):
-        manifest = verified(folder, report)
+        manifest = verify(folder, progress=report)
     else:
         warnings.warn(
             f"{folder} has no {MANIFEST}: its headers and index are checked, nothing vouches for its bytes",
@@ -309,14 +293,7 @@ def _write_folder(target: Path, files: dict[str, Content], report: Progress) -> 
     staging = Staging(target)
     staging.open()
     try:
-        written = _write_rewritten(staging.path, files, report)
-        for name, content in written.items():
-            path = staging.path / name
-            path.parent.mkdir(exist_ok=True)
-            if isinstance(content, bytes):
-                path.write_bytes(content)
-            elif content != path:
-                shutil.copyfile(content, path)
+        _write_files(staging.path, files, report)
         found = target.rglob("*") if target.is_dir() else ()
         present = {path.relative_to(target).as_posix() for path in found if path.is_file()}
         same, other = stale_weights(present, files)
@@ -333,24 +310,22 @@ def _write_folder(target: Path, files: dict[str, Content], report: Progress) -> 
         staging.discard()
 
 
-def _write_rewritten(place: Path, files: Mapping[str, Content], report: Progress) -> dict[str, Path | bytes]:
-    """Write the rewritten weights into `place`. Returns all files, with these as paths."""
-    total, done = sum(file.size_bytes for file in files.values() if isinstance(file, _Rewritten)), 0
-
-    def written(count: int) -> None:
-        nonlocal done
-        done += count
-        report("writing", done, total)
-
-    out: dict[str, Path | bytes] = {}
+def _write_files(place: Path, files: Mapping[str, Content], report: Progress, *, links: bool = False) -> None:
+    """Write all files into `place`. With `links`, files that stay as they are become symbolic links."""
+    total = sum(file.size_bytes for file in files.values() if isinstance(file, _Rewritten))
+    written = counting(report, "writing", total)
     for name, content in files.items():
-        if isinstance(content, _Rewritten):
-            (place / name).parent.mkdir(exist_ok=True)
-            _write_weights(content, place / name, written)
-            out[name] = place / name
-        else:
-            out[name] = content
-    return out
+        path = place / name
+        with naming(path):
+            path.parent.mkdir(exist_ok=True)
+            if isinstance(content, _Rewritten):
+                _write_weights(content, path, written)
+            elif isinstance(content, bytes):
+                path.write_bytes(content)
+            elif links:
+                path.symlink_to(content.absolute())
+            else:
+                shutil.copyfile(content, path)
 
 
 def _write_weights(rewritten: _Rewritten, target: Path, done: Callable[[int], None]) -> None:

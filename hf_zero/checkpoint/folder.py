@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -87,7 +89,7 @@ class Staging:
         """Raise if another process is saving to the same target; remove what dead ones left."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
-            roots = {*self.target.parent.glob(f"{_literal(prefix)}*"), *self.target.glob(f"{SUFFIX}*")}
+            roots = {*self.target.parent.glob(f"{glob.escape(prefix)}*"), *self.target.glob(f"{SUFFIX}*")}
             if not _remove_dead(roots - {self.root}):
                 return
             if time.monotonic() > deadline:
@@ -177,15 +179,30 @@ class Staging:
             self._lock = -1
 
 
-def verify(
-    folder: str | os.PathLike[str], *, threads: int | None = None, progress: Callable[[int], None] | None = None
-) -> Manifest:
+Progress = Callable[[str, int, int], None]
+"""Called with (action, bytes done, bytes in all), from any thread, one at a time."""
+
+
+def counting(progress: Progress, action: str, total: int) -> Callable[[int], None]:
+    """Return a function that adds up bytes and reports the sum."""
+    done, lock = 0, threading.Lock()
+
+    def add(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress(action, done, total)
+
+    return add
+
+
+def verify(folder: str | os.PathLike[str], *, threads: int | None = None, progress: Progress | None = None) -> Manifest:
     """Check every byte of a checkpoint against its manifest.
 
     Args:
         folder: the checkpoint.
         threads: number of threads, each with a buffer of 8 MiB. Default: the available processors, at most 8.
-        progress: called with the number of bytes checked since the last call, from any thread.
+        progress: called with ("checking", bytes done, bytes in all), from any thread, one at a time.
 
     Returns:
         The manifest: `files`, `facts` (world size, stage, …), `total_bytes`.
@@ -195,10 +212,11 @@ def verify(
     """
     folder = Path(folder)
     manifest = check_sizes(folder)
+    checked = counting(progress or (lambda *_: None), "checking", manifest.total_bytes)
     count = max(1, threads if threads is not None else min(8, len(os.sched_getaffinity(0))))
     with ThreadPoolExecutor(count) as pool:
         work = [
-            pool.submit(check_segments, folder / name, segments, progress or (lambda _: None))
+            pool.submit(check_segments, folder / name, segments, checked)
             for part in range(count)
             for name, segments in share(manifest, part, count).items()
         ]
@@ -220,15 +238,6 @@ def remove_left_overs(folder: str | os.PathLike[str]) -> None:
 def is_being_saved(folder: Path) -> bool:
     """Return whether `folder` holds a staging folder."""
     return any(folder.glob(f"{SUFFIX}*"))
-
-
-def refuse_link(path: Path) -> None:
-    """Raise a CheckpointError if `path` is a symbolic link."""
-    if path.is_symlink():
-        raise CheckpointError(
-            f"{path} is a symbolic link (to {os.readlink(path)!r}). A checkpoint writes only inside its own folder. "
-            "Remove the link, or choose another folder"
-        )
 
 
 @contextlib.contextmanager
@@ -292,10 +301,6 @@ def _remove_dead(roots: Iterable[Path]) -> list[Path]:
     return live
 
 
-def _literal(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
-
-
 def _files_of(target: Path) -> set[str]:
     """Return the files that the target's manifest lists; none if it is missing or damaged.
 
@@ -342,9 +347,13 @@ def _folders(target: Path, names: Iterable[str]) -> list[Path]:
 
 
 def _refuse_linked_folders(target: Path, names: Iterable[str]) -> None:
-    """Raise if a folder between `target` and one of these files is a link."""
+    """Raise a CheckpointError if a folder between `target` and one of these files is a link."""
     for folder in _folders(target, names):
-        refuse_link(folder)
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder} is a symbolic link (to {os.readlink(folder)!r}). A checkpoint writes only inside its own folder. "
+                "Remove the link, or choose another folder"
+            )
 
 
 def _sync(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,28 +70,26 @@ class Hub:
             with self._explained("creating the branch in"):
                 self._api.create_branch(self.name, branch=self.revision, exist_ok=True)
 
-    def upload(self, files: Mapping[str, Path | bytes], message: str, overwrite: bool) -> None:
-        """Upload files in one commit, which also deletes older weights of the same kind.
-
-        A card that a user wrote in the repository is kept if the new one is generated.
+    def upload(self, folder: Path, names: Collection[str], message: str, overwrite: bool) -> None:
+        """Upload files of a folder in one commit, which also makes the changes of `changes`.
 
         Args:
-            files: name in the repository -> local file or content.
+            folder: holds the files.
+            names: relative to it.
             message: of the commit.
             overwrite: delete weights of another kind too.
         """
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
+        only = [glob.escape(name) for name in names]
+        what: dict[str, Any] = {"repo_id": self.name, "folder_path": folder, "revision": self.revision}
         with self._explained("uploading to"):
-            present = self._api.list_repo_files(self.name, revision=self.revision)
-            same, other = stale_weights(present, files)
-            kept = set()
-            if CARD in present and CARD in files and is_generated(_text_of(files[CARD])):
-                theirs = _remote_card(self._api, self.name, self.revision, None)
-                kept = set() if is_generated(theirs) else {CARD}
-            adds = [CommitOperationAdd(name, content) for name, content in files.items() if name not in kept]
-            deletes = [CommitOperationDelete(name) for name in (*same, *(other if overwrite else ()))]
-            self._api.create_commit(self.name, [*adds, *deletes], commit_message=message, revision=self.revision)
+            delete, keep = changes(self._api, **what, allow_patterns=only, overwrite=overwrite, replaces=is_generated)
+            self._api.upload_folder(
+                **what,
+                commit_message=message,
+                allow_patterns=only,
+                ignore_patterns=keep,
+                delete_patterns=delete or None,
+            )
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
@@ -116,24 +114,34 @@ def changes(
     path_in_repo: str | None = None,
     revision: str | None = None,
     token: str | None = None,
+    allow_patterns: Sequence[str] | None = None,
     ignore_patterns: Sequence[str] = (),
+    overwrite: bool = False,
+    replaces: Callable[[str], bool] = is_unwritten,
     **_: Any,
 ) -> tuple[list[str], list[str]]:
     """Return patterns of remote files that an upload of a folder deletes, and of local files that it leaves out.
 
     Older weights of the same kind are deleted; a card that a user wrote is kept. Arguments are those of `HfApi.upload_folder`.
+
+    Args:
+        overwrite: delete weights of another kind too.
+        replaces: tells cards that programs wrote, which replace one another, from those of users.
     """
     from huggingface_hub.utils import filter_repo_objects
 
     root, folder = Path(folder_path), f"{path_in_repo.strip('/')}/" if path_in_repo else ""
     files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
-    new = list(filter_repo_objects(files, ignore_patterns=list(ignore_patterns)))
+    new = list(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=list(ignore_patterns)))
     listed = list_files(api, repo_id, revision, token)
     present = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
-    keep = []
-    if not folder and CARD in present and CARD in new and is_unwritten(read_card(root / CARD)):
-        keep = [] if is_unwritten(_remote_card(api, repo_id, revision, token)) else [CARD]
-    return [glob.escape(name) for name in stale_weights(present, new)[0]], keep
+    keep: list[str] = []
+    if not folder and CARD in present and CARD in new and replaces(read_card(root / CARD)):
+        with tempfile.TemporaryDirectory() as local:
+            path = api.hf_hub_download(repo_id, CARD, revision=revision, token=token, local_dir=local)
+            keep = [] if replaces(read_card(Path(path))) else [CARD]
+    same, other = stale_weights(present, new)
+    return [glob.escape(name) for name in (*same, *(other if overwrite else ()))], keep
 
 
 def list_files(api: HfApi, name: str, revision: str | None, token: str | None = None) -> list[str]:
@@ -144,15 +152,6 @@ def list_files(api: HfApi, name: str, revision: str | None, token: str | None = 
         return api.list_repo_files(name, revision=revision, token=token)
     except errors.RevisionNotFoundError:
         return api.list_repo_files(name, token=token)
-
-
-def _remote_card(api: HfApi, name: str, revision: str | None, token: str | None) -> str:
-    with tempfile.TemporaryDirectory() as local:
-        return read_card(Path(api.hf_hub_download(name, CARD, revision=revision, token=token, local_dir=local)))
-
-
-def _text_of(content: Path | bytes) -> str:
-    return read_card(content) if isinstance(content, Path) else content.decode("utf-8", "replace")
 
 
 def _explain(what: str, error: Exception) -> CheckpointError | ConfigError:

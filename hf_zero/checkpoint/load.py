@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,6 @@ class Loading:
                 for name, segments in share(Manifest(rest), wire.rank, wire.size).items():
                     check_segments(self.folder / name, segments)
 
-    @property
-    def bytes_read(self) -> int:
-        """Return the bytes that this rank has read so far."""
-        return self._reader.bytes_read
-
     def _open(self) -> Manifest | None:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder. Give the folder of a checkpoint")
@@ -79,8 +73,7 @@ class Loading:
             return None
         return check_sizes(self.folder)
 
-    def find(self, stem: str) -> dict[str, Stored]:
-        """Return the weights of `stem` (see `find_weights`). No communication."""
+    def _find(self, stem: str) -> dict[str, Stored]:
         return find_weights(self.folder, stem, self.manifest, verify=self.verifies).tensors
 
     def weights(
@@ -102,7 +95,7 @@ class Loading:
             stored = {
                 prefix + key: place
                 for stem, prefix in form.stems.items()
-                for key, place in self.find(f"{folder}/{stem}" if folder else stem).items()
+                for key, place in self._find(f"{folder}/{stem}" if folder else stem).items()
             }
             located = form.locate(stored)
             if strict and (located.missing or located.unexpected or located.mismatched):
@@ -131,8 +124,18 @@ class Loading:
             self._reader.close()
         return located
 
-    def read_whole(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Read small tensors to CPU memory. No communication."""
+    def tensors(self, stem: str, free_bytes: int) -> dict[str, Tensor]:
+        """Read all tensors of `stem` (see `find_weights`) to CPU memory. No communication.
+
+        Raises:
+            CheckpointError: they are damaged, or claim more than `free_bytes`.
+        """
+        stored = self._find(stem)
+        needed = sum(place.stop - place.start for place in stored.values())
+        if needed > free_bytes:
+            raise CheckpointError(
+                f"{self.folder}/{stem}.safetensors holds {needed:,} bytes, and {free_bytes:,} are free here"
+            )
         try:
             return {key: self._reader.whole(place) for key, place in stored.items()}
         finally:
@@ -158,16 +161,6 @@ class Loading:
         for name, entry in index["parameters"].entries():
             if name not in listed:
                 raise CheckpointError(f"{path}: {entry.key} is the state of a parameter that is in no group")
-            if entry.value is None:
-                continue
-            entry["shape"].shape()
-            entry["states"].texts()
-            for state, scalar in entry["scalars"].entries():
-                value = _value(scalar)
-                if state == "step" and not (
-                    isinstance(value, (int, float)) and 0 <= value <= _MOST_STEPS and value == int(value)
-                ):
-                    raise scalar.refused(f"a number of steps, from 0 to {_MOST_STEPS}")
         return path, index
 
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
@@ -205,11 +198,11 @@ class Loading:
                     state = _SHARD.sub("", name.removeprefix(prefix).removesuffix(".safetensors"))
                     header = checked_header(self.folder, name, self.manifest if self.verifies else None)
                     states.setdefault(state, {}).update(header.tensors)
-            entries = index["parameters"].value
+            entries = dict(index["parameters"].entries())
             saved = {
                 spec.name: _saved(path, spec, entries[spec.name], states, is_whole, needed)
                 for spec, is_whole in optimizer.parameters()
-                if entries.get(spec.name) is not None
+                if spec.name in entries and entries[spec.name].value is not None
             }
             self._reader.read(
                 Range(states[state][name], piece.start, piece.source) for state, (name, piece) in optimizer.room(saved)
@@ -235,52 +228,58 @@ def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, A
         if key not in group and key not in _ADDED:
             added = optimizer.added() if added is None else added
             if key in added:
-                _value(entry)
-                options[key] = unscalar(entry.value, None)
+                options[key] = _scalar(entry)
                 continue
             raise CheckpointError(
                 f"{entry.path}: {entry.key} is an option that this run's {optimizer.kind} does not have; it has "
                 f"{sorted(set(group) - {'params'})}. If a scheduler adds it, build that before loading; or load with "
                 "load_optimizer=False"
             )
-        mine, value = group.get(key), _value(entry)
+        mine = group.get(key)
+        options[key] = value = _scalar(entry, mine)
         if not isinstance(entry.value, dict):
-            entry.like(mine.item() if isinstance(mine, Tensor) and mine.numel() == 1 else mine)
-        elif not isinstance(value, bool):
-            Field(entry.path, value, entry.key).finite()
-        options[key] = unscalar(entry.value, mine)
+            entry.like(_number(mine))
+        elif not isinstance(_number(value), bool):
+            Field(entry.path, _number(value), entry.key).finite()
     reason = optimizer.refusal(place, options)
     if reason is not None:
         raise CheckpointError(f"{saved.path}: {saved.key} is refused by {optimizer.kind}: {reason}")
     return options
 
 
-def _value(entry: Field) -> Any:
-    """Check a value that `save.scalar` wrote. Returns it, or the number in a tensor."""
+def _scalar(entry: Field, like: Any = None) -> Any:
+    """Check and invert `save.scalar`. A list becomes a tuple if `like`, the run's own option, is one."""
     found = entry.value
     if isinstance(found, list):
-        for item in entry.items():
-            _value(item)
-        return found
+        items = [_scalar(item) for item in entry.items()]
+        return tuple(items) if isinstance(like, tuple) else items
     if not isinstance(found, dict):
         return found
     if set(found) == {"tuple"}:
-        return _value(entry["tuple"]) if isinstance(found["tuple"], list) else entry["tuple"].items()
-    number = entry["tensor"]
+        return tuple(_scalar(item) for item in entry["tuple"].items())
+    number = entry["tensor"].value
     shape = entry["shape"].shape() if "shape" in found else ()
-    is_empty = number.value is None and len(shape) <= _MOST_DIMS and 0 in shape
-    is_one = isinstance(number.value, (bool, int, float)) and len(shape) <= _MOST_DIMS and set(shape) <= {1}
+    is_empty = number is None and len(shape) <= _MOST_DIMS and 0 in shape
+    is_one = isinstance(number, (bool, int, float)) and len(shape) <= _MOST_DIMS and set(shape) <= {1}
     if set(found) - {"shape"} != {"tensor", "dtype"} or not (is_one or is_empty):
         raise entry.refused("one number, as a tensor")
-    entry["dtype"].text()
-    entry.read_by(partial(unscalar, like=None), "one number, as a tensor of a type that torch has")
-    return number.value
+    values = [] if is_empty else [number]
+
+    def tensor(_: Any) -> Tensor:
+        return torch.tensor(values, dtype=dtype_of(entry["dtype"].text()), device="cpu").reshape(shape)
+
+    return entry.read_by(tensor, "one number, as a tensor of a type that torch has")
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a tensor of one element; any other value as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _saved(
     path: Path,
     spec: ParamSpec,
-    entry: Mapping[str, Any],
+    entry: Field,
     states: Mapping[str, Mapping[str, Stored]],
     is_whole: bool,
     needed: set[str],
@@ -296,18 +295,21 @@ def _saved(
         needed: the states that a parameter must have if it has any.
 
     Raises:
-        CheckpointError: a file lacks a state, a shape differs, or a needed state is missing.
+        CheckpointError: an impossible value, a file lacks a state, a shape differs, or a needed state is missing.
     """
-    there = {*entry["states"], *entry["scalars"]}
+    shape, names = entry["shape"].shape(), entry["states"].texts()
+    scalars = {state: _scalar(value) for state, value in entry["scalars"].entries()}
+    step = _number(scalars.get("step", 0))
+    if not (isinstance(step, (int, float)) and 0 <= step <= _MOST_STEPS and step == int(step)):
+        raise entry["scalars"]["step"].refused(f"a number of steps, from 0 to {_MOST_STEPS}")
+    there = {*names, *scalars}
     lacking = set() if is_whole or not there - {MASTER} else needed - there
     if lacking:
         raise CheckpointError(f"{path}: parameters.{spec.name} lacks the state {min(lacking)!r}")
-    if tuple(entry["shape"]) != spec.shape:
-        raise CheckpointError(
-            f"{path}: parameter {spec.name!r} has shape {tuple(entry['shape'])}, expected {spec.shape}"
-        )
+    if shape != spec.shape:
+        raise CheckpointError(f"{path}: parameter {spec.name!r} has shape {shape}, expected {spec.shape}")
     arrays = {}
-    for state in entry["states"]:
+    for state in names:
         if state == MASTER and spec.master_dtype == spec.dtype:
             continue
         source = states.get(state, {}).get(spec.name)
@@ -320,24 +322,4 @@ def _saved(
                 f"{None if source is None else source.shape}"
             )
         arrays[state] = (source.dtype, source.shape)
-    return ParameterState(
-        spec.shape, arrays, {state: unscalar(value, None) for state, value in entry["scalars"].items()}
-    )
-
-
-def unscalar(value: Any, like: Any) -> Any:
-    """Invert `save.scalar`. A list becomes a tuple if `like`, the run's own option, is one."""
-    if isinstance(value, dict) and "tensor" in value:
-        shape, dtype = value.get("shape", []), dtype_of(value["dtype"])
-        one = value["tensor"]
-        return (
-            torch.empty(shape, dtype=dtype, device="cpu")
-            if one is None
-            else torch.tensor(one, dtype=dtype, device="cpu").reshape(shape)
-        )
-    if isinstance(value, dict) and "tuple" in value:
-        return tuple(unscalar(value["tuple"], None))
-    if isinstance(value, list):
-        items = [unscalar(item, None) for item in value]
-        return tuple(items) if isinstance(like, tuple) else items
-    return value
+    return ParameterState(spec.shape, arrays, scalars)

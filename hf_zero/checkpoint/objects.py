@@ -85,7 +85,7 @@ def take_objects(
         body = read_json(path)
         check_version(path, body, 1)
         states, generators = Field(path, body)["objects"], Field(path, body)["random"].items()
-        tensors = _read_tensors(loading, free_host_bytes)
+        tensors = loading.tensors(_STATE, free_host_bytes())
         for name, item in objects.items():
             if name not in dict(states.entries()):
                 raise CheckpointError(f"{path} has no state of {name!r}, only of {sorted(states.value)}")
@@ -94,18 +94,6 @@ def take_objects(
             load_state(item, Field(path, state, packed.key))
         if len(generators) == wire.size:
             generators[wire.rank].read_by(lambda value: set_random_states(unpack(value, tensors)), "random states")
-
-
-def _read_tensors(loading: Loading, free_host_bytes: Callable[[], int]) -> dict[str, Tensor]:
-    """
-    Raises:
-        CheckpointError: the file is damaged, or claims more bytes than host memory has.
-    """
-    stored = loading.find(_STATE)
-    need, free = sum(place.stop - place.start for place in stored.values()), free_host_bytes()
-    if need > free:
-        raise CheckpointError(f"{loading.folder}/{_STATE}.safetensors holds {need:,} bytes, and {free:,} are free here")
-    return loading.read_whole(stored)
 
 
 def load_state(item: Stateful, saved: Field) -> None:

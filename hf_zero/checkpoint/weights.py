@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -232,30 +232,24 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def split_keys(stem: str, sizes_bytes: Mapping[str, int], limit_bytes: int) -> dict[str, list[str]]:
-    """Split tensors over files by the rule of `save_pretrained`. Returns file name -> keys.
+def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) -> list[WeightFile]:
+    """Split tensors over files of at most `max_shard_size` bytes by the rule of `save_pretrained`.
 
     Args:
         stem: beginning of the file names.
-        sizes_bytes: by key, in the order in which files are filled.
-        limit_bytes: most bytes of a file; a larger tensor has a file of its own.
+        entries: in the order in which files are filled.
+        max_shard_size: a larger tensor has a file of its own.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
+    by_key: dict[str, Any] = {entry.key: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
-        dict(sizes_bytes),
-        get_storage_size=lambda size: size,
+        by_key,
+        get_storage_size=lambda entry: entry.size_bytes,
         filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=limit_bytes,
+        max_shard_size=parse_bytes(max_shard_size),
     )
-    return dict(split.filename_to_tensors) or {f"{stem}.safetensors": []}
-
-
-def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) -> list[WeightFile]:
-    """Split tensors over files of at most `max_shard_size` bytes each; see `split_keys`."""
-    by_key = {entry.key: entry for entry in entries}
-    sizes = {key: entry.size_bytes for key, entry in by_key.items()}
-    names = split_keys(stem, sizes, parse_bytes(max_shard_size))
+    names = split.filename_to_tensors or {f"{stem}.safetensors": []}
     return [WeightFile(name, tuple(by_key[key] for key in keys)) for name, keys in names.items()]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import export as exports
+from ..checkpoint.folder import Progress as Report
+from ..checkpoint.folder import verify as verify_folder
 from ..checkpoint.manifest import MANIFEST
 from ..errors import CheckpointError, ConfigError
 from .show import print_json
@@ -26,7 +28,7 @@ def verify(name: str, as_json: bool) -> None:
             raise CheckpointError(
                 f"{folder} is a model folder without {MANIFEST}: there are no digests to verify its bytes against."
             )
-        manifest = exports.verified(folder, note)
+        manifest = verify_folder(folder, progress=note)
     taken_s = max(time.perf_counter() - started, 1e-9)
     if as_json:
         found = {"folder": name, "whole": True, "files": len(manifest.files), "bytes": manifest.total_bytes}
@@ -70,7 +72,7 @@ def export(name: str, values: Mapping[str, Any], as_json: bool) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[exports.Progress]:
+def _progress() -> Iterator[Report]:
     """Show progress bars on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn

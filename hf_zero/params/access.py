@@ -40,8 +40,8 @@ class _Parameter:
         engine = None if place is None else engine_of(place.unit.context.model)
         if place is None or engine is None:
             raise StateError(
-                f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model (zero.shard, "
-                "accelerator.prepare) and was not created under zero.Init(). Use it directly"
+                f"{what}: this parameter of shape {tuple(param.shape)} belongs to no sharded model. Call zero.shard or "
+                "accelerator.prepare first, or use it directly"
             )
         self.param, self.what, self.engine = param, what, engine
         self.span, self.number = place.span, place.index
@@ -146,11 +146,6 @@ class _Trained(_Parameter):
     """
 
     def __init__(self, param: nn.Parameter, what: str) -> None:
-        if deferred_of(param) is not None:
-            raise StateError(
-                f"{what}: this parameter of shape {tuple(param.shape)} was created under zero.Init() and has neither gradient "
-                "nor optimizer state before its model is sharded"
-            )
         super().__init__(param, what)
         if not self.span.trainable:
             name = self.span.name_of(self.number)

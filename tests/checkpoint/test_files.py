@@ -6,7 +6,6 @@ import json
 import os
 import random
 import struct
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,15 +114,10 @@ def make(folder: Path, files: dict[str, int] = FILES) -> Manifest:
 
 def test_a_whole_folder_passes_and_says_how_much_was_checked(tmp_path):
     manifest = make(tmp_path)
-    seen: list[int] = []
-    lock = threading.Lock()
-
-    def progress(count: int) -> None:
-        with lock:
-            seen.append(count)
-
-    assert verify(tmp_path, threads=3, progress=progress) == manifest == Manifest.read(tmp_path)
-    assert sum(seen) == manifest.total_bytes == sum(FILES.values())
+    seen: list[tuple[str, int, int]] = []
+    assert verify(tmp_path, threads=3, progress=lambda *call: seen.append(call)) == manifest == Manifest.read(tmp_path)
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert seen[-1] == ("checking", manifest.total_bytes, sum(FILES.values()))
     assert manifest.facts == {"world_size": 2, "stage": 3}
     (tmp_path / "other").write_text("files that the manifest does not list are not its business")
     verify(tmp_path)
