@@ -33,22 +33,22 @@ _UNFILLED = "[More Information Needed]"
 _UNWRITTEN = (_UNFILLED, "has been generated automatically according to the information the Trainer had")
 """Texts in the templates of huggingface_hub and PEFT, and in the stock Trainer's card."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# End of an architecture's name -> the Hub's task, the class that loads the model.
+# End of an architecture's name, which is also that of the class that loads it -> the Hub's task.
 _TASKS = {
-    "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
-    "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
-    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
-    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
-    "ForTokenClassification": ("token-classification", "AutoModelForTokenClassification"),
-    "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
-    "ForImageClassification": ("image-classification", "AutoModelForImageClassification"),
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForImageClassification": "image-classification",
 }
-_PEFT_TASKS = {
-    "CAUSAL_LM": _TASKS["ForCausalLM"],
-    "SEQ_CLS": _TASKS["ForSequenceClassification"],
-    "TOKEN_CLS": _TASKS["ForTokenClassification"],
-    "QUESTION_ANS": _TASKS["ForQuestionAnswering"],
-}
+_OTHER_ENDS = {
+    "LMHeadModel": "ForCausalLM",
+    "CAUSAL_LM": "ForCausalLM",
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+}  # of GPT-2, and PEFT's types of tasks
 _KINDS: dict[str, tuple[type, ...]] = {"str | None": (str,), "int | None": (int,), "list[str]": (list,)}
 _TIMING = ("per_second", "time")
 _METRIC_IDS = {"accuracy", "f1", "precision", "recall", "perplexity", "mse", "mae", "rouge", "bleu", "wer"}
@@ -246,11 +246,13 @@ def metrics_at(log: Any, step: Any) -> dict[str, float]:
 
 
 def _task_of(config: dict[str, Any], adapter: dict[str, Any]) -> tuple[str | None, str]:
-    for name in map(str, config.get("architectures") or []):
-        for end, found in _TASKS.items():
+    """Return the Hub's task, and the class that loads the model."""
+    for name in (*map(str, config.get("architectures") or ()), str(adapter.get("task_type"))):
+        for end in (*_TASKS, *_OTHER_ENDS):
             if name.endswith(end):
-                return found
-    return _PEFT_TASKS.get(str(adapter.get("task_type")), (None, "AutoModel"))
+                end = _OTHER_ENDS.get(end, end)
+                return _TASKS[end], f"AutoModel{end}"
+    return None, "AutoModel"
 
 
 def _is_hub_id(name: str) -> bool:

@@ -114,7 +114,7 @@ def changes(
     path_in_repo: str | None = None,
     revision: str | None = None,
     token: str | None = None,
-    allow_patterns: Sequence[str] | None = None,
+    allow_patterns: list[str] | None = None,
     ignore_patterns: Sequence[str] = (),
     overwrite: bool = False,
     replaces: Callable[[str], bool] = is_unwritten,
