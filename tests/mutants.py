@@ -284,8 +284,8 @@ MUTANTS = (
     Mutant(
         "edits inside GatheredParameters are those of rank 0",
         "params/gathered.py",
-        "self.wire.broadcast(values.view(-1).view(torch.uint8), modifier)",
-        "self.wire.broadcast(values.view(-1).view(torch.uint8), 0)",
+        "wire.broadcast(values.view(-1).view(torch.uint8), modifier)",
+        "wire.broadcast(values.view(-1).view(torch.uint8), 0)",
         program("unsharded or access"),
     ),
     # Buffers, flags, options

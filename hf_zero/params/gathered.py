@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..comm.wire import SoloWire
 from ..engine.context import Context
 from ..engine.parameter import Place, place_of
 from ..engine.span import Span
@@ -63,7 +62,7 @@ class GatheredParameters:
             params = [params]
         self._params = list({id(param): param for param in params}.values()) if enabled else []
         self._modifier_rank = modifier_rank
-        self._groups: list[_Group] = []
+        self._groups: list[_Sharded | _Created] = []
 
     def __enter__(self) -> None:
         outer = {id(param) for context in self._open for group in context._groups for param in group.params}
@@ -77,9 +76,15 @@ class GatheredParameters:
             try:
                 for context, params in found.values():
                     group = _Created(params) if context is None else _Sharded(context, params)
-                    group.check_rank(self._modifier_rank)
+                    last = group.wire.size - 1
+                    if self._modifier_rank is not None and not 0 <= self._modifier_rank <= last:
+                        raise ConfigError(
+                            f"modifier_rank must be None or one of 0 to {last}, found {self._modifier_rank}"
+                        )
                     self._groups.append(group)
-                    group.begin()
+                    with group.wire.watch.doing("GatheredParameters"):
+                        group.gather()
+                    group.prints = _fingerprints(group)
             except BaseException:
                 self._leave()
                 raise
@@ -91,7 +96,7 @@ class GatheredParameters:
             try:
                 if kind is None:
                     for group in self._groups:
-                        group.keep_edits(self._modifier_rank)
+                        _keep_edits(group, self._modifier_rank)
             finally:
                 self._leave()
 
@@ -101,82 +106,49 @@ class GatheredParameters:
         self._groups.clear()
 
 
-class _Group:
-    """Parameters that a `GatheredParameters` has gathered, of one kind."""
+@torch.no_grad()
+def _keep_edits(group: _Sharded | _Created, modifier: int | None) -> None:
+    """Keep what `modifier` wrote. A collective.
 
-    is_free = False
-    """Edits belong to an outer context, also without `modifier_rank`."""
-    wire: SoloWire
-    params: list[nn.Parameter]
-
-    def check_rank(self, modifier: int | None) -> None:
-        last = self.wire.size - 1
-        if modifier is not None and not 0 <= modifier <= last:
-            raise ConfigError(f"modifier_rank must be None or one of 0 to {last}, found {modifier}")
-
-    def begin(self) -> None:
-        with self.wire.watch.doing("GatheredParameters"):
-            self.gather()
-        self._prints = self._fingerprints()
-
-    def _fingerprints(self) -> list[list[int]]:
-        return [fingerprint(self.full(number)).tolist() for number in range(len(self.params))]
-
-    @torch.no_grad()
-    def keep_edits(self, modifier: int | None) -> None:
-        """Keep what `modifier` wrote. A collective.
-
-        Raises:
-            StateError: a rank wrote without being allowed to.
-        """
-        if modifier is None and self.is_free:
-            return
-        with self.wire.watch.doing("GatheredParameters"):
-            for rank, reason in enumerate(self.wire.exchange(self.check_shapes())):
-                if reason and (modifier is None or rank == modifier):
-                    raise StateError(
-                        f"{reason} inside GatheredParameters on rank {rank}; the edit is discarded: edit values in place only"
-                    )
-            edited = [now != before for now, before in zip(self._fingerprints(), self._prints)]
-            everyone: list[list[bool]] = self.wire.exchange(edited)
-            for rank, theirs in enumerate(everyone):
-                if modifier is None and any(theirs):
-                    raise StateError(
-                        f"{self.name(theirs.index(True))} was edited inside GatheredParameters on rank {rank}; the edit is "
-                        "discarded. Pass modifier_rank to keep one rank's edits"
-                    )
-            for number, flags in enumerate(zip(*everyone)):
-                if any(flags) and modifier is not None:
-                    values = self.full(number).contiguous()
-                    if self.wire.size > 1:
-                        self.wire.broadcast(values.view(-1).view(torch.uint8), modifier)
-                    self.keep(number, values)
-
-    def check_shapes(self) -> str:
-        return ""  # a sharded parameter keeps its shape
-
-    # By kind ----------------------------------------------------------------------------------------------------------
-
-    def gather(self) -> None:
-        raise NotImplementedError
-
-    def full(self, number: int) -> Tensor:
-        """The full values of one parameter, as user code may have written them."""
-        raise NotImplementedError
-
-    def name(self, number: int) -> str:
-        raise NotImplementedError
-
-    def keep(self, number: int, values: Tensor) -> None:
-        """Full values are the parameter's from now on. The same on every rank."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        raise NotImplementedError
+    Raises:
+        StateError: a rank wrote without being allowed to.
+    """
+    wire = group.wire
+    if modifier is None and group.is_free:
+        return
+    with wire.watch.doing("GatheredParameters"):
+        edited = [now != before for now, before in zip(_fingerprints(group), group.prints)]
+        everyone: list[tuple[str, list[bool]]] = wire.exchange((group.check_shapes(), edited))
+        for rank, (reason, theirs) in enumerate(everyone):
+            if reason and (modifier is None or rank == modifier):
+                raise StateError(
+                    f"{reason} inside GatheredParameters on rank {rank}; the edit is discarded: edit values in place only"
+                )
+            if modifier is None and any(theirs):
+                raise StateError(
+                    f"{group.name(theirs.index(True))} was edited inside GatheredParameters on rank {rank}; the edit is "
+                    "discarded. Pass modifier_rank to keep one rank's edits"
+                )
+        for number, flags in enumerate(zip(*(theirs for _, theirs in everyone))):
+            if any(flags) and modifier is not None:
+                values = group.full(number).contiguous()
+                if wire.size > 1:
+                    wire.broadcast(values.view(-1).view(torch.uint8), modifier)
+                group.keep(number, values)
 
 
-class _Sharded(_Group):
-    """Parameters of one engine."""
+def _fingerprints(group: _Sharded | _Created) -> list[list[int]]:
+    return [fingerprint(group.full(number)).tolist() for number in range(len(group.params))]
+
+
+class _Sharded:
+    """Parameters of one engine.
+
+    Attributes:
+        is_free: edits belong to an outer context, also without `modifier_rank`.
+    """
+
+    prints: list[list[int]]
 
     def __init__(self, context: Context, params: list[nn.Parameter]) -> None:
         self.params, self.wire, self._context = params, context.wire, context
@@ -197,14 +169,19 @@ class _Sharded(_Group):
         self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
 
     def full(self, number: int) -> Tensor:
+        """The full values of one parameter, as user code may have written them."""
         place = self._places[number]
         return place.span.view(place.index)
+
+    def check_shapes(self) -> str:
+        return ""  # a sharded parameter keeps its shape
 
     def name(self, number: int) -> str:
         place = self._places[number]
         return f"parameter {place.span.name_of(place.index)!r}"
 
     def keep(self, number: int, values: Tensor) -> None:
+        """Full values are the parameter's from now on. The same on every rank."""
         span, index = self._places[number].span, self._places[number].index
         carry(span, index, values.view(-1))
         span.view(index).copy_(values)  # of a unit that an outer context has gathered
@@ -219,8 +196,11 @@ class _Sharded(_Group):
                 event(unit)
 
 
-class _Created(_Group):
+class _Created:
     """Parameters created under `zero.Init`."""
+
+    prints: list[list[int]]
+    is_free = False
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
