@@ -37,7 +37,7 @@ from .kinds import stale_weights
 from .manifest import MANIFEST
 from .ranges import bytes_of
 from .safetensors import Header, Stored, build_header, write_fully
-from .series import is_ours
+from .save import is_ours
 from .weights import WeightSet, find_weights, index_text
 
 CHUNK_NUMEL = 1 << 20

@@ -23,7 +23,7 @@ from .files import Field, read_json
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
 from .ranges import MASTER, OptimizerState, Parameters, ParameterState, Range, Reader, ranges_of
 from .safetensors import Stored
-from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
+from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, is_ours
 from .weights import Located, WeightFormat, checked_header, find_weights, persistent_buffers
 
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
@@ -64,8 +64,7 @@ class Loading:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder. Give the folder of a checkpoint")
         if not (self.folder / MANIFEST).exists():
-            ours = (f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}", "zero_state.json")
-            if any((self.folder / name).exists() for name in ours):
+            if is_ours(self.folder):
                 raise CheckpointError(
                     f"{self.folder / MANIFEST} is missing, but the folder holds training state: the checkpoint is incomplete. "
                     "Load another one, or move its weights to a folder without training state"

@@ -26,9 +26,8 @@ from .files import Field, read_json
 from .folder import naming
 from .load import Loading
 from .manifest import check_version
-from .save import Saving
+from .save import STATE, Saving
 
-_STATE = "zero_state"
 _COUNTS = ("last_epoch", "_step_count")
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 _RESERVED = {_TENSOR, _TUPLE, _PAIRS}
@@ -60,10 +59,10 @@ def put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful])
         for _, theirs in report.everyone:
             tensors.update(theirs)
         body["objects"] = {name: pack(item.state_dict(), tensors, name) for name, item in objects.items()}
-        path = saving.folder / f"{_STATE}.json"
+        path = saving.folder / f"{STATE}.json"
         with naming(path):
             path.write_text(json.dumps(body, separators=(",", ":")))
-        path = saving.folder / f"{_STATE}.safetensors"
+        path = saving.folder / f"{STATE}.safetensors"
         with naming(path), open(path, "wb") as file:
             file.write(serialized(tensors, {"format": "pt"}))
 
@@ -77,7 +76,7 @@ def take_objects(
         CheckpointError: the folder has no state of one of them, or a damaged one.
     """
     with on_all_ranks(wire, f"loading {loading.folder}"):
-        path = loading.folder / f"{_STATE}.json"
+        path = loading.folder / f"{STATE}.json"
         if loading.manifest is None or path.name not in loading.manifest.files:
             if objects:
                 raise CheckpointError(f"{loading.folder} holds no states of {sorted(objects)}: it has no {path.name}")
@@ -85,7 +84,7 @@ def take_objects(
         body = read_json(path)
         check_version(path, body, 1)
         states, generators = Field(path, body)["objects"], Field(path, body)["random"].items()
-        tensors = loading.tensors(_STATE, free_host_bytes())
+        tensors = loading.tensors(STATE, free_host_bytes())
         for name, item in objects.items():
             if name not in dict(states.entries()):
                 raise CheckpointError(f"{path} has no state of {name!r}, only of {sorted(states.value)}")

@@ -38,8 +38,16 @@ from .weights import Drawing, Entry, WeightFile, split_files
 
 OPTIMIZER_FOLDER = "optimizer"
 OPTIMIZER_INDEX = "optimizer.json"
+STATE = "zero_state"
+"""Stem of the files with states of schedulers and generators; see `objects`."""
 _UNLISTED = {MANIFEST, "README.md"}  # users may edit a model card
 _SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+
+
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Return whether hf_zero saved the folder, also if its manifest is missing."""
+    names = (MANIFEST, f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}", f"{STATE}.json")
+    return any((Path(folder) / name).exists() for name in names)
 
 
 def optimizer_folder(index: int) -> str:

@@ -21,15 +21,10 @@ from ..comm.wire import SoloWire
 from ..errors import CheckpointError
 from .folder import is_being_saved, remove_left_overs
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
-from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX
+from .save import is_ours
 
 PREFIX = "checkpoint-"
 """The Trainer's: `checkpoint-40`."""
-
-
-def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Return whether hf_zero saved the folder, also if its manifest is missing."""
-    return any((Path(folder) / name).exists() for name in (MANIFEST, f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}"))
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..checkpoint.load import Loading
-from ..checkpoint.save import Saving, optimizer_folder
-from ..checkpoint.series import CheckpointSeries, is_ours
+from ..checkpoint.save import Saving, is_ours, optimizer_folder
+from ..checkpoint.series import CheckpointSeries
 from ..checkpoint.weights import StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
 from ..engine.saving import put_weights

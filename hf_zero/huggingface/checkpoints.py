@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint.load import Loading
-from ..checkpoint.save import OPTIMIZER_FOLDER, Saving
-from ..checkpoint.series import is_ours
+from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
 from ..checkpoint.weights import Drawing, format_of
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire

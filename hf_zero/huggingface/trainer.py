@@ -35,8 +35,8 @@ from ..checkpoint.files import Field
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.objects import load_state
-from ..checkpoint.save import Saving
-from ..checkpoint.series import CheckpointSeries, is_ours
+from ..checkpoint.save import Saving, is_ours
+from ..checkpoint.series import CheckpointSeries
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
