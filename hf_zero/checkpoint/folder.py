@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
 import shutil
 import tempfile
@@ -36,8 +35,8 @@ MIXED = "holds files of the old and of the new save"
 """In the error of a save that failed while it replaced files."""
 _GATES = ("config.json", "adapter_config.json")
 """`from_pretrained` refuses a folder that has neither."""
-_PATIENCE_S = 0.5
-"""Time in which another process may hold a lock only to check whether its owner lives."""
+_TRIES, _PAUSE_S = 20, 0.025
+"""Another process may hold a lock for a moment, only to check whether its owner lives."""
 
 
 class Staging:
@@ -74,9 +73,8 @@ class Staging:
             # A rename cannot cross file systems: where the target is a mount point, stage inside it.
             is_used = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
             self.root, self._lock = _new_root(*((self.target, SUFFIX) if is_used else (parent, prefix)))
-            self._refuse_rivals(prefix)
+            self._remove_left_overs(prefix)
             _refuse_linked_folders(self.target, _files_of(self.target))
-            remove_left_overs(parent)
             self.path.mkdir()
         except OSError as error:
             self.discard()
@@ -85,18 +83,15 @@ class Staging:
             self.discard()
             raise
 
-    def _refuse_rivals(self, prefix: str) -> None:
-        """Raise if another process is saving to the same target; remove what dead ones left."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            roots = {*self.target.parent.glob(f"{glob.escape(prefix)}*"), *self.target.glob(f"{SUFFIX}*")}
-            if not _remove_dead(roots - {self.root}):
+    def _remove_left_overs(self, prefix: str) -> None:
+        """Remove what dead jobs staged here or for neighbours. Raise if another process is saving to the same target."""
+        target = self.target
+        for _ in range(_TRIES):
+            live = _remove_dead({*target.parent.glob(f".*{SUFFIX}*"), *target.glob(f"{SUFFIX}*")} - {self.root})
+            if not any(root.parent == target or root.name.startswith(prefix) for root in live):
                 return
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"another job is saving to {self.target} right now. Give each job its own output folder"
-                )
-            time.sleep(_PATIENCE_S / 20)
+            time.sleep(_PAUSE_S)
+        raise CheckpointError(f"another job is saving to {target} right now. Give each job its own output folder")
 
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest, make everything durable and put it in place of the target.
@@ -227,12 +222,6 @@ def verify(folder: str | os.PathLike[str], *, threads: int | None = None, progre
             for future in work:
                 future.cancel()
     return manifest
-
-
-def remove_left_overs(folder: str | os.PathLike[str]) -> None:
-    """Remove the staging folders of dead jobs directly inside `folder`."""
-    with contextlib.suppress(OSError):  # a folder that may not be listed
-        _remove_dead(Path(folder).glob(f".*{SUFFIX}*"))
 
 
 def is_being_saved(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
-from .folder import is_being_saved, remove_left_overs
+from .folder import is_being_saved
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 from .save import is_ours
 
@@ -50,12 +50,6 @@ class CheckpointSeries:
             if match is not None and path.is_dir():
                 found.append((int(match[1]), path))
         return [path for _, path in sorted(found)]
-
-    def tidy(self, wire: SoloWire) -> None:
-        """Remove what killed saves left, on rank 0. A collective."""
-        with on_all_ranks(wire, f"tidying {self.folder}"):
-            if wire.rank == 0:
-                remove_left_overs(self.folder)
 
     def newest_whole(self, wire: SoloWire) -> Path | None:
         """Return the newest complete checkpoint that rank 0 sees; None if there are no checkpoints. A collective.
@@ -138,7 +132,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], prefix: str = PREFIX) -> P
     """Return the newest complete checkpoint `<folder>/<prefix><number>`; None if there are none. A collective.
 
     Call it on every rank, after the process group was created. All ranks get the same answer. They check
-    every byte together. Damaged checkpoints are skipped with a warning; what killed saves left is removed.
+    every byte together. Damaged checkpoints are skipped with a warning. The next save removes what killed saves left.
 
     Args:
         folder: holds the checkpoints.
@@ -152,9 +146,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], prefix: str = PREFIX) -> P
         >>> if start is not None:
         ...     engine.load(start, objects={"progress": progress})
     """
-    wire, series = open_wire(home_device()), CheckpointSeries(Path(folder), prefix)
-    series.tidy(wire)
-    return series.newest_whole(wire)
+    return CheckpointSeries(Path(folder), prefix).newest_whole(open_wire(home_device()))
 
 
 def prune_checkpoints(folder: str | os.PathLike[str], keep: int, prefix: str = PREFIX) -> None:

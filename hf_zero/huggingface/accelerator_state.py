@@ -141,7 +141,6 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         target = Path(output_dir or ".").expanduser()
         if series is not None:
             target = series.folder / f"{series.prefix}{self.save_iteration}"
-            series.tidy(engine.wire)
             with on_all_ranks(engine.wire, f"saving to {target}") as report:
                 report.mine = target.exists()
             if report.everyone[0]:

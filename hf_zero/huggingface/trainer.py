@@ -157,7 +157,6 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
         return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
 
     def _zero_train(self, wire: SoloWire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
-        self._zero_series.tidy(wire)
         elastic = resume_from_checkpoint == LATEST
         if resume_from_checkpoint is True or elastic:
             newest = self._zero_series.newest_whole(wire)

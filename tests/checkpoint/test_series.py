@@ -60,12 +60,6 @@ def test_where_none_is_whole_it_is_an_error_and_no_new_start(run: Path) -> None:
         zero.latest_checkpoint(run)
 
 
-def test_what_a_killed_save_left_is_removed(run: Path) -> None:
-    (run / ".checkpoint-11.zero_saving" / "checkpoint-11").mkdir(parents=True)
-    assert zero.latest_checkpoint(run) == run / "checkpoint-10"
-    assert names(run) == ["checkpoint-10", "checkpoint-4", "checkpoint-9", "other_99"]
-
-
 def test_the_oldest_go_and_a_damaged_one_before_them(run: Path) -> None:
     zero.prune_checkpoints(run, keep=3)
     assert len(names(run)) == 4
