@@ -30,8 +30,8 @@ from ..errors import CheckpointError, ConfigError, TierError
 from ..tiers.array import FileSource, OnDisk
 from ..version import __version__
 from .cards import CARD, card_for, is_generated, is_unfilled, read_card, sealed
-from .files import inside, read_json
-from .folder import Progress, Staging, counting, naming, verify
+from .files import inside, naming, read_json
+from .folder import Progress, Staging, counting, verify
 from .hub import Hub
 from .kinds import stale_weights
 from .manifest import MANIFEST
@@ -293,19 +293,15 @@ def _write_folder(target: Path, files: dict[str, Content], report: Progress) -> 
     staging = Staging(target)
     staging.open()
     try:
-        _write_files(staging.path, files, report)
-        found = target.rglob("*") if target.is_dir() else ()
-        present = {path.relative_to(target).as_posix() for path in found if path.is_file()}
-        same, other = stale_weights(present, files)
-        if (
-            CARD in present
-            and is_generated(read_card(staging.path / CARD))
-            and not is_generated(read_card(target / CARD))
-        ):
-            (staging.path / CARD).unlink()  # a user wrote or edited the target's card
-        staging.put_in_place(None, [*same, *other])
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
+        with naming(target):
+            _write_files(staging.path, files, report)
+            found = target.rglob("*") if target.is_dir() else ()
+            present = {path.relative_to(target).as_posix() for path in found if path.is_file()}
+            same, other = stale_weights(present, files)
+            ours, theirs = staging.path / CARD, target / CARD
+            if CARD in present and is_generated(read_card(ours)) and not is_generated(read_card(theirs)):
+                ours.unlink()  # a user wrote or edited the target's card
+            staging.put_in_place(None, [*same, *other])
     finally:
         staging.discard()
 

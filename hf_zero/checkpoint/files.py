@@ -11,6 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,19 @@ _MOST_SHOWN = 60
 MAX_JSON_BYTES = 128 << 20
 MAX_JSON_VALUES = 8 << 20
 """Commas, colons and opening brackets. Each may become a Python object of up to 64 bytes: half a GiB at most."""
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], done: str = "written") -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the file; its own message often lacks it.
+
+    Raises:
+        CheckpointError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(path)} cannot be {done}: {error}") from error
 
 
 def open_plain(path: str | os.PathLike[str]) -> int:

@@ -21,11 +21,12 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
+from .files import naming
 from .kinds import kind_of, stale_weights
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
 
@@ -227,19 +228,6 @@ def verify(folder: str | os.PathLike[str], *, threads: int | None = None, progre
 def is_being_saved(folder: Path) -> bool:
     """Return whether `folder` holds a staging folder."""
     return any(folder.glob(f"{SUFFIX}*"))
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names the file.
-
-    Raises:
-        CheckpointError: in place of an OSError, whose own message often lacks the file.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
 def sync_tree(folder: Path) -> None:

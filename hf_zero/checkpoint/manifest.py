@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from ..errors import CheckpointError
-from .files import MAX_JSON_BYTES, inside, open_plain, parse_json, read_bounded
+from .files import MAX_JSON_BYTES, inside, naming, open_plain, parse_json, read_bounded
 from .safetensors import read_fully
 
 MANIFEST = "zero_manifest.json"
@@ -177,15 +177,26 @@ def check_name(path: Path, name: str) -> None:
 
 def digest_file(path: Path) -> FileDigest:
     """Compute the digests of a file as it is on disk now."""
-    with open(open_plain(path), "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        buffer = memoryview(bytearray(min(size, SEGMENT_BYTES)))
-        segments = []
-        for start in range(0, size, SEGMENT_BYTES):
-            part = buffer[: min(SEGMENT_BYTES, size - start)]
-            read_fully(file.fileno(), part, start, path)
-            segments.append((start, len(part), digest_of(part)))
-    return FileDigest(size, tuple(segments))
+    size = path.stat().st_size
+    parts = [(start, min(SEGMENT_BYTES, size - start)) for start in range(0, size, SEGMENT_BYTES)]
+    return FileDigest(size, tuple((*part, digest_of(data)) for data, part in zip(_read(path, parts), parts)))
+
+
+def _read(path: Path, parts: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+    """Yield the bytes of parts (first byte, bytes) of a file, all in one buffer.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is too short.
+    """
+    buffer = memoryview(mmap.mmap(-1, SEGMENT_BYTES))
+    with naming(path, "read"):
+        fd = open_plain(path)
+    try:
+        for start, length in parts:
+            read_fully(fd, buffer[:length], start, path)
+            yield buffer[:length]
+    finally:
+        os.close(fd)
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> Manifest:
@@ -229,19 +240,10 @@ def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int]
     Raises:
         CheckpointError: with the file and the bytes.
     """
-    buffer = memoryview(mmap.mmap(-1, SEGMENT_BYTES))
-    try:
-        fd = open_plain(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    try:
-        for segment in segments:
-            part = buffer[: segment[1]]
-            read_fully(fd, part, segment[0], path)
-            check_segment(path, segment, part)
-            done(segment[1])
-    finally:
-        os.close(fd)
+    listed = list(segments)
+    for data, segment in zip(_read(path, [(start, length) for start, length, _ in listed]), listed):
+        check_segment(path, segment, data)
+        done(segment[1])
 
 
 def share(manifest: Manifest, part: int, parts: int) -> dict[str, list[Segment]]:

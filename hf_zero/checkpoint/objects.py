@@ -22,8 +22,7 @@ from torch import Tensor
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError
-from .files import Field, read_json
-from .folder import naming
+from .files import Field, naming, read_json
 from .load import Loading
 from .manifest import check_version
 from .save import STATE, Saving

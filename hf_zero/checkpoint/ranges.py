@@ -23,7 +23,7 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..tiers.array import OnDisk, Values, fetch
 from ..tiers.disk import bytes_of as memory_of
-from .files import open_plain
+from .files import naming, open_plain
 from .manifest import SEGMENT_BYTES, Manifest, Segment, check_segment, digest_of
 from .safetensors import Stored, read_fully, start_writeback, write_fully
 
@@ -183,10 +183,8 @@ class _Files:
 
     def _fd(self, path: Path) -> int:
         if path not in self._fds:
-            try:
+            with naming(path, self._done):
                 self._fds[path] = self._open_file(path)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be {self._done}: {error}") from error
         return self._fds[path]
 
     @cached_property
@@ -320,10 +318,8 @@ class Writer(_Files):
         """Fsync all files. Returns the digests of what was written, by file."""
         try:
             for path, fd in self._fds.items():
-                try:
+                with naming(path):
                     os.fsync(fd)
-                except OSError as error:
-                    raise CheckpointError(f"{path}: fsync failed: {error}") from error
         finally:
             self.close()
         return self._segments

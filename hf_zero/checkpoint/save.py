@@ -30,7 +30,8 @@ from ..core.layout import Extent
 from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, ZeroError
 from ..version import __version__
-from .folder import Staging, naming
+from .files import naming
+from .folder import Staging
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
 from .ranges import OptimizerState, Parameters, ParameterState, Range, Writer, copy_to, ranges_of
 from .safetensors import Stored, build_header

@@ -456,6 +456,6 @@ def test_a_full_disk_at_save_ends_both_ranks(place: Path, plain: Path, when: str
     )
     words = [*SMALL, "--zero-stage=3", "--output-dir=full", *(["--save-steps=2"] if when == "at a checkpoint" else [])]
     for rank, ended in enumerate(forked(["limited.py", FINETUNE, *words], place)):
-        one_error(ended, rank, "model.safetensors could not be written")
+        one_error(ended, rank, "model.safetensors cannot be written")
         assert "27" in ended.errors or "too large" in ended.errors
     assert not (place / "full" / "model.safetensors").exists() or when == "at the end"
