@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -182,8 +182,8 @@ def digest_file(path: Path) -> FileDigest:
     return FileDigest(size, tuple((*part, digest_of(data)) for data, part in zip(_read(path, parts), parts)))
 
 
-def _read(path: Path, parts: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-    """Yield the bytes of parts (first byte, bytes) of a file, all in one buffer.
+def _read(path: Path, parts: Iterable[tuple[Any, ...]]) -> Iterator[memoryview]:
+    """Yield the bytes of parts (first byte, bytes, …) of a file, all in one buffer.
 
     Raises:
         CheckpointError: the file cannot be read, or is too short.
@@ -192,7 +192,7 @@ def _read(path: Path, parts: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
     with naming(path, "read"):
         fd = open_plain(path)
     try:
-        for start, length in parts:
+        for start, length, *_ in parts:
             read_fully(fd, buffer[:length], start, path)
             yield buffer[:length]
     finally:
@@ -229,7 +229,7 @@ def check_segment(path: Path, segment: Segment, data: Any) -> None:
         )
 
 
-def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int], None] = lambda _: None) -> None:
+def check_segments(path: Path, segments: Sequence[Segment], done: Callable[[int], None] = lambda _: None) -> None:
     """Read segments of a file and compare their digests. Uses one buffer.
 
     Args:
@@ -240,8 +240,7 @@ def check_segments(path: Path, segments: Iterable[Segment], done: Callable[[int]
     Raises:
         CheckpointError: with the file and the bytes.
     """
-    listed = list(segments)
-    for data, segment in zip(_read(path, [(start, length) for start, length, _ in listed]), listed):
+    for data, segment in zip(_read(path, segments), segments):
         check_segment(path, segment, data)
         done(segment[1])
 
