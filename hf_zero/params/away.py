@@ -37,7 +37,7 @@ class Away:
         """Move everything to host memory.
 
         Raises:
-            StateError: it is there already.
+            StateError: it is in host memory already.
         """
         if self._context.away:
             raise StateError("offload_states: states are in host memory already. Call reload_states() first")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -247,16 +247,18 @@ class Init:
     # Open and closed --------------------------------------------------------------------------------------------------
 
     def _close_all(self) -> None:
-        self._close_where(lambda: bool(self._open))
+        self._close()
         self._aliased = [each for each in self._aliased if each.has_alias]
 
-    def _close_where(self, more: Callable[[], bool], keep: Iterable[int] = ()) -> None:
-        """Close the least recently used ones, but for `keep`, as long as `more` returns True."""
-        kept = set(keep)
-        for key in [key for key in self._open if key not in kept]:
-            if not more():
+    def _close(self, keep: Collection[int] = (), limit_numel: int = -1) -> None:
+        """Close the least recently used ones, but for `keep`, until all others have at most `limit_numel` elements."""
+        others = {key: pair for key, pair in self._open.items() if key not in keep}
+        left = _numel(param for param, _ in others.values())
+        for key, (param, deferred) in others.items():
+            if left <= limit_numel:
                 return
-            param, deferred = self._open.pop(key)
+            left -= param.numel()
+            del self._open[key]
             if not deferred.pins and deferred_of(param) is deferred:
                 deferred.close(param)
                 if deferred.has_alias:
@@ -265,13 +267,7 @@ class Init:
     def _bring(self, found: list[Pair], overwritten: nn.Parameter | None, what: str) -> None:
         """Open what the function `what` is about to use."""
         used = {id(param) for param, _ in found}
-        found_numel = _numel(param for param, _ in found)
-        limit = max(self._largest_numel, found_numel)
-
-        def too_much() -> bool:
-            return found_numel + _numel(param for key, (param, _) in self._open.items() if key not in used) > limit
-
-        self._close_where(too_much, used)
+        self._close(used, max(0, self._largest_numel - _numel(param for param, _ in found)))
         self._agree(what, [each for param, each in found if not each.is_open and param is not overwritten])
         for param, deferred in found:
             deferred.open(param, fill=param is not overwritten)
@@ -316,7 +312,9 @@ class Init:
         overwrites = is_alone and (name in OVERWRITES or name == "__set__")
         if closed or len(self._open) > 1:
             self._bring(pairs, first if overwrites else None, name)
-        self._note_use(pairs)
+        for param, deferred in pairs:
+            deferred.is_used = True
+            self._note(deferred, f"a parameter of shape {tuple(param.shape)}")
         if closed and is_new_parameter(func, 2):  # which wants a tensor of the class that it gave
             return nn.Parameter(first.detach().clone(), requires_grad=False)
         try:
@@ -327,11 +325,6 @@ class Init:
                     deferred.close(param, keep=False)
                     self._open.pop(id(param), None)
             raise
-
-    def _note_use(self, found: Iterable[Pair]) -> None:
-        for param, deferred in found:
-            deferred.is_used = True
-            self._note(deferred, f"a parameter of shape {tuple(param.shape)}")
 
 
 def _can_be_deferred(param: nn.Parameter) -> bool:
