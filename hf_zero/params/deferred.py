@@ -225,12 +225,10 @@ class Deferred:
         """The part where it is stored while closed. Without room on disk it stays in memory."""
         if self._store is None or part.nbytes < _STORED_BYTES:
             return part
+        self._unstore()
         try:
-            stored = self._stored
-            if stored is None or stored.numel != part.numel() or stored.dtype != part.dtype:
-                self._unstore()
-                self._stored = stored = DiskArray(self._store, part.numel(), part.dtype)
-            return OnDisk(stored).copy_(part)
+            self._stored = DiskArray(self._store, part.numel(), part.dtype)
+            return OnDisk(self._stored).copy_(part)
         except TierError:
             self._unstore()
             return part
