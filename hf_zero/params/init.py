@@ -11,6 +11,7 @@ Every rank runs the same code, and draws the same random numbers: that makes the
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 import weakref
@@ -51,6 +52,10 @@ from .deferred_parameter import (
 
 Pair = tuple[nn.Parameter, Deferred]
 _FROM_PRETRAINED = Late("transformers", "huggingface.from_pretrained", "reading")
+
+_TRIM_BYTES = 16 << 20
+"""Most that closed parameters may leave in the allocator before it must give it back."""
+_malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 OVERWRITES = frozenset(
     {
@@ -122,6 +127,7 @@ class Init:
         self._session = object()
         self._known: list[weakref.ref[Deferred]] = []  # all that were registered or used, in that order
         self._largest_numel = 0  # of the parameters that one module holds itself
+        self._freed_bytes = 0
         self._seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._own_random: list[Tensor] | None = None  # of this rank before, where it was not rank 0's
 
@@ -256,13 +262,18 @@ class Init:
         left = _numel(param for param, _ in others.values())
         for key, (param, deferred) in others.items():
             if left <= limit_numel:
-                return
+                break
             left -= param.numel()
             del self._open[key]
             if not deferred.pins and deferred_of(param) is deferred:
                 deferred.close(param)
                 if deferred.has_alias:
                     self._aliased.append(deferred)
+                self._freed_bytes += param.numel() * param.element_size()
+        # Parts that are smaller than what `freeing_at_once` maps lie between holes of malloc's heap.
+        if self._freed_bytes >= _TRIM_BYTES and _malloc_trim is not None and self.wire.size > 1:
+            self._freed_bytes = 0
+            _malloc_trim(0)
 
     def _bring(self, found: list[Pair], overwritten: nn.Parameter | None, what: str) -> None:
         """Open what the function `what` is about to use."""
