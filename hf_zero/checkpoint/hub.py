@@ -9,14 +9,14 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
-from .cards import CARD, is_generated, is_unwritten, read_card
+from .cards import CARD, is_unwritten, read_card
 from .kinds import refuse_other_weights, stale_weights
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Hub:
         only = [glob.escape(name) for name in names]
         what: dict[str, Any] = {"repo_id": self.name, "folder_path": folder, "revision": self.revision}
         with self._explained("uploading to"):
-            delete, keep = changes(self._api, **what, allow_patterns=only, overwrite=overwrite, replaces=is_generated)
+            delete, keep = changes(self._api, **what, allow_patterns=only, overwrite=overwrite)
             self._api.upload_folder(
                 **what,
                 commit_message=message,
@@ -117,16 +117,12 @@ def changes(
     allow_patterns: list[str] | None = None,
     ignore_patterns: Sequence[str] = (),
     overwrite: bool = False,
-    replaces: Callable[[str], bool] = is_unwritten,
     **_: Any,
 ) -> tuple[list[str], list[str]]:
     """Return patterns of remote files that an upload of a folder deletes, and of local files that it leaves out.
 
-    Older weights of the same kind are deleted; a card that a user wrote is kept. Arguments are those of `HfApi.upload_folder`.
-
-    Args:
-        overwrite: delete weights of another kind too.
-        replaces: tells cards that programs wrote, which replace one another, from those of users.
+    Older weights of the same kind are deleted, with `overwrite` those of another kind too. A card that a user wrote is kept.
+    All other arguments are those of `HfApi.upload_folder`.
     """
     from huggingface_hub.utils import filter_repo_objects
 
@@ -136,10 +132,10 @@ def changes(
     listed = list_files(api, repo_id, revision, token)
     present = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
     keep: list[str] = []
-    if not folder and CARD in present and CARD in new and replaces(read_card(root / CARD)):
+    if not folder and CARD in present and CARD in new and is_unwritten(read_card(root / CARD)):
         with tempfile.TemporaryDirectory() as local:
             path = api.hf_hub_download(repo_id, CARD, revision=revision, token=token, local_dir=local)
-            keep = [] if replaces(read_card(Path(path))) else [CARD]
+            keep = [] if is_unwritten(read_card(Path(path))) else [CARD]
     same, other = stale_weights(present, new)
     return [glob.escape(name) for name in (*same, *(other if overwrite else ()))], keep
 

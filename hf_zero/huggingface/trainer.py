@@ -31,6 +31,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from ..checkpoint.cards import CARD, is_unwritten, read_card, sealed
 from ..checkpoint.files import Field
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
@@ -330,16 +331,24 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
         self, saving: Saving, engine: Engine, stock: Callable[..., None], state: dict[str, Any] | None
     ) -> None:
         facts = self._zero_facts = facts_of(self, engine)
+        card, is_sealed = saving.folder / CARD, False
+
+        def save(values: dict[str, Any] | None) -> None:
+            stock(str(saving.folder), values)
+            if is_sealed:
+                card.write_text(sealed(read_card(card)), encoding="utf-8")
+
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             if engine.rank == 0:
                 facts.write(saving.folder)
-                card = saving.target / "README.md"
-                if card.exists() and hasattr(self.model, "create_or_update_model_card"):  # PEFT adds to it
-                    shutil.copyfile(card, saving.folder / card.name)
+                before = saving.target / CARD
+                if before.exists() and hasattr(self.model, "create_or_update_model_card"):  # PEFT adds to it
+                    shutil.copyfile(before, card)
+                    is_sealed = is_unwritten(read_card(card))
                 if state is not None:  # the caller has gathered values
-                    stock(str(saving.folder), state)
+                    save(state)
         if state is None:
-            put_as(saving, engine, lambda: stock(str(saving.folder), None))
+            put_as(saving, engine, lambda: save(None))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer's state of all ranks, and the scheduler as the stock code does; no `optimizer.pt`."""
