@@ -70,17 +70,15 @@ class Staging:
             raise CheckpointError(f"{self.target} is a file. Choose a folder to save into")
         parent, prefix = self.target.parent, f".{self.target.name}{SUFFIX}"
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            # A rename cannot cross file systems: where the target is a mount point, stage inside it.
-            is_used = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
-            self.root, self._lock = _new_root(*((self.target, SUFFIX) if is_used else (parent, prefix)))
-            self._remove_left_overs(prefix)
-            _refuse_linked_folders(self.target, _files_of(self.target))
-            self.path.mkdir()
-        except OSError as error:
-            self.discard()
-            raise CheckpointError(f"{self.target} cannot be written: {error}") from error
-        except CheckpointError:
+            with naming(self.target):
+                parent.mkdir(parents=True, exist_ok=True)
+                # A rename cannot cross file systems: where the target is a mount point, stage inside it.
+                is_used = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
+                self.root, self._lock = _new_root(*((self.target, SUFFIX) if is_used else (parent, prefix)))
+                self._remove_left_overs(prefix)
+                _refuse_linked_folders(self.target, _files_of(self.target))
+                self.path.mkdir()
+        except BaseException:
             self.discard()
             raise
 
@@ -282,13 +280,13 @@ def _files_of(target: Path) -> set[str]:
     """Return the files that the target's manifest lists; none if it is missing or damaged.
 
     Raises:
-        OSError: the disk fails, and stale files could not be found.
+        CheckpointError: the disk fails, and stale files could not be found.
     """
     try:
         files = Manifest.read(target).files
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None
+            raise
         return set()
     return {name for name in files if not PurePosixPath(name).parts[0].startswith(SUFFIX)}
 

@@ -23,9 +23,6 @@ from tests.conformance.test_checkpoints import Zoo, optimizer_of
 pytestmark = pytest.mark.gloo
 
 
-# name -> (optimizer, stage that saves, stage that loads, parameters' type, mixed precision)
-
-
 def build(stage: int = 3) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = Zoo()
