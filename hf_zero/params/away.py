@@ -15,14 +15,13 @@ from ..engine.context import Context
 from ..engine.optimizer import Binding
 from ..engine.span import Span
 from ..engine.unit import State
-from ..errors import StateError
 from ..tiers.array import Values
 from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 
 
 class Away:
-    """Moves all that one model stores. Nothing is gathered that the stage releases, and nothing is under way."""
+    """Moves all that one model stores, once. Nothing is gathered that the stage releases, and nothing is under way."""
 
     def __init__(self, context: Context, bindings: Sequence[Binding]) -> None:
         self._context, self._bindings = context, bindings
@@ -34,13 +33,7 @@ class Away:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Move everything to host memory.
-
-        Raises:
-            StateError: it is in host memory already.
-        """
-        if self._context.away:
-            raise StateError("offload_states: states are in host memory already. Call reload_states() first")
+        """Move everything to host memory."""
         self._context.away = True
         for unit in self._context.units:
             for span in unit.spans:
@@ -76,14 +69,8 @@ class Away:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Move everything back. A collective where the stage keeps full parameters.
-
-        Raises:
-            StateError: nothing is away.
-        """
+        """Move everything back. A collective where the stage keeps full parameters."""
         context = self._context
-        if not context.away:
-            raise StateError("reload_states: no states are in host memory. Call offload_states() first")
         for span in self._full:
             span.restore()
         for span, is_alias in self._masters:
@@ -101,12 +88,11 @@ class Away:
             span.publish()
             span.is_old = True
         context.away = False
-        for unit in {span.unit: None for span in self._full}:
-            if not context.frees:
-                unit.gather()
-        for unit in {span.unit: None for span in self._full}:
-            if not context.frees:
-                unit.wait()
+        units = {} if context.frees else {span.unit: None for span in self._full}
+        for unit in units:
+            unit.gather()
+        for unit in units:
+            unit.wait()
         for span in self._gradients:
             if isinstance(span.bucket.grad, Tensor):  # no `zero_grad` since
                 span.bucket.grad = span.bucket.grad.to(context.device, copy=True)
@@ -114,7 +100,6 @@ class Away:
             for span in unit.spans:
                 for segment in span.segments:
                     segment.show_grad()
-        self._states, self._masters, self._copies, self._full, self._gradients = [], [], [], [], []
 
 
 def _moved(values: Values, device: torch.device) -> Tensor:

@@ -16,9 +16,7 @@ from ..compat.evaluation import OtherDtype
 from ..core.layout import Layout
 from ..diagnostics.recorder import Records
 from ..engine import engine as core
-from ..engine.context import Context
 from ..engine.graph import backward_id
-from ..engine.optimizer import Binding
 from ..errors import ConfigError, StateError
 from ..plan.plan import Plan
 from ..plan.record import Recorder
@@ -46,9 +44,7 @@ _ELSEWHERE = {
 class Engine(core.Engine):
     """One sharded model in training. Made by `zero.shard`; see there."""
 
-    def __init__(self, context: Context, bindings: list[Binding]) -> None:
-        self._away = Away(context, bindings)
-        super().__init__(context, bindings)
+    _away: Away | None = None
 
     if not TYPE_CHECKING:  # mypy would accept every name
 
@@ -222,9 +218,11 @@ class Engine(core.Engine):
         """
         self.context.refuse_unsharded("offload_states")
         with self.wire.watch.doing("Engine.offload_states"):
-            if not self.context.away:
-                self.schedule.flush()
-                self.quiesce()
+            if self._away is not None:
+                raise StateError("offload_states: states are in host memory already. Call reload_states() first")
+            self.schedule.flush()
+            self.quiesce()
+            self._away = Away(self.context, self.bindings)
             self._away.leave()
 
     def reload_states(self) -> None:
@@ -234,7 +232,10 @@ class Engine(core.Engine):
             StateError: nothing is away.
         """
         with self.wire.watch.doing("Engine.reload_states"):
+            if self._away is None:
+                raise StateError("reload_states: no states are in host memory. Call offload_states() first")
             self._away.come_back()
+            self._away = None
 
     @property
     def plan(self) -> Plan:
