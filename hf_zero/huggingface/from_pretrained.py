@@ -240,7 +240,7 @@ class _Filling:
         else:
             own, origin = self._own.get(name), self._origins.get(name)
             device = None if origin is None else self._device_of(name)
-            deferred = Deferred(self._wire, own, device=device, origin=origin)
+            deferred = Deferred(self._wire, own, device=device, files=origin)
             value = closed(deferred, stand_in.shape, stand_in.dtype, module._parameters[last].requires_grad)
         value._is_hf_initialized = True  # transformers does not initialize it again
         setattr(module, last, value)

@@ -4,7 +4,7 @@ A deferred parameter is *closed* or *open*. Closed, each rank has its equal part
 parameter is a `DeferredParameter` whose `data` is one NaN, expanded to the true shape. Open, `data` is full, the same on every
 rank. Opening is a collective, closing needs no communication. So whether a parameter is open follows from user code alone.
 
-`own` is in memory, in this rank's own file (`store`), or in the files that the values come from (`origin`): these are read,
+`own` is in memory, in this rank's own file (`store`), or in the files that the values come from (`files`): these are read,
 not copied, until something is written. Closing takes a digest of the full values: the ranks compare them later.
 """
 
@@ -48,7 +48,7 @@ class Deferred:
 
     Args:
         own: this rank's elements, 1-D. None: the parameter is open.
-        origin: all elements, in the files that they come from.
+        files: all elements, in the files that they come from.
         store: where parts that were computed are stored; None: in memory.
 
     Attributes:
@@ -65,11 +65,11 @@ class Deferred:
         own: Values | None = None,
         *,
         device: torch.device | None = None,
-        origin: OnDisk | None = None,
+        files: OnDisk | None = None,
         store: Disk | None = None,
     ) -> None:
-        self.wire, self.origin, self._store = wire, origin, store
-        self.own = own if origin is None else origin[self._mine(origin.numel())]
+        self.wire, self._files, self._store = wire, files, store
+        self.own = own if files is None else files[self._mine(files.numel())]
         self.is_open = self.own is None
         self.device = device or (own.device if own is not None else torch.device("cpu"))
         self.label = "a parameter"
@@ -77,7 +77,7 @@ class Deferred:
         self.is_used, self.is_cast, self.pins = False, False, 0
         self.session: object = None
         self._kind: tuple[torch.Size, torch.dtype] | None = None  # what it was closed as before it is open
-        self._may_fail = origin is not None or store is not None  # to be read; the same on every rank
+        self._may_fail = files is not None or store is not None  # to be read; the same on every rank
         self._stored: DiskArray | None = None
         self._strides: tuple[int, ...] | None = None  # of a parameter that is not row-major
         self._alias: Tensor | None = None
@@ -88,13 +88,8 @@ class Deferred:
 
     @property
     def files(self) -> OnDisk | None:
-        """All elements, where nothing was written since they were found in files."""
-        return self.origin
-
-    @property
-    def at_rest(self) -> bool:
-        """The values are in the files that they come from, and nowhere else."""
-        return self.origin is not None and not self.is_open
+        """All elements, where they are in the files that they come from and nowhere else."""
+        return None if self.is_open else self._files  # what an open one has may be written
 
     # Values -----------------------------------------------------------------------------------------------------------
 
@@ -159,7 +154,7 @@ class Deferred:
                 flat[self._mine(flat.numel())] = values
                 param.data.copy_(flat.view(param.shape))
             else:
-                self.own, self.origin = self._put_away(self.values().clone().copy_(values)), None
+                self.own, self._files = self._put_away(self.values().clone().copy_(values)), None
                 self._alias = None
             self.print = OWN
 
@@ -217,7 +212,7 @@ class Deferred:
                 self._alias = whole
 
     def _keep(self, whole: Tensor, part: Tensor) -> None:
-        self.own, self.origin = self._put_away(part), None
+        self.own, self._files = self._put_away(part), None
         if self.wire.size > 1:
             self.print = digest(whole.reshape(-1))
 
@@ -276,15 +271,16 @@ class Deferred:
     def take(self, param: nn.Parameter, cast: Deferred, dtype: torch.dtype) -> None:
         """Take the part of what `cast` returned."""
         if cast.own is not self.own and cast.own is not None:
-            self.own, self.origin = self._put_away(fetch(cast.own)), None
+            self.own, self._files = self._put_away(fetch(cast.own)), None
         self._alias, self.device = None, cast.device
         show_closed(param, param.shape, dtype, self.device)
 
     def copied(self, param: nn.Parameter) -> nn.Parameter:
         """A closed copy, or one in the same files."""
         self.follow(param)
-        own = None if self.at_rest else self.slice_of(param).clone()
-        made = Deferred(self.wire, own, device=self.device, origin=self.origin, store=self._store)
+        files = self.files
+        own = self.slice_of(param).clone() if files is None else None
+        made = Deferred(self.wire, own, device=self.device, files=files, store=self._store)
         made._may_fail = self._may_fail
         made.label, made.is_used, made.print = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.print
         return closed(made, param.shape, param.dtype, param.requires_grad)

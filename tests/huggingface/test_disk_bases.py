@@ -86,6 +86,19 @@ def test_ties_are_found_without_loading(tmp_path: Path) -> None:
     assert init.peak_numel == 0
 
 
+def test_copies_and_engines_have_what_was_just_written(tmp_path: Path) -> None:
+    """A parameter that was written is still whole when it is copied, and when its model is sharded, inside the `with`."""
+    build("llama").save_pretrained(tmp_path / "base")
+    expected = 3 * load_file(file_of(tmp_path / "base"))[ONE]
+    with zero.Init(offload_params="disk"), torch.no_grad():
+        model = load(tmp_path / "base").requires_grad_(False)
+        param = model.get_parameter(ONE)
+        twin = copy.deepcopy(param.mul_(3))
+        shard_frozen(model, tmp_path)
+    assert torch.equal(zero.full_parameter(twin), expected)
+    assert torch.equal(zero.full_parameter(param), expected)
+
+
 def _in_init(change: Callable[[nn.Parameter], Any]) -> Callable[[nn.Parameter], None]:
     def touch(param: nn.Parameter) -> None:
         with zero.Init(), torch.no_grad():
