@@ -265,15 +265,16 @@ class Deferred:
             like = change(torch.empty(0, dtype=param.dtype, device=self.device))
             stays = isinstance(self.own, OnDisk) and like.dtype == param.dtype
             made = Deferred(self.wire, self.own if stays else change(self.values()), device=like.device)
-        made.is_cast = True
+        made.is_cast, made.is_used, made.print, made._strides = True, self.is_used, self.print, self._strides
         return closed(made, param.shape, like.dtype, False)
 
-    def take(self, param: nn.Parameter, cast: Deferred, dtype: torch.dtype) -> None:
-        """Take the part of what `cast` returned."""
+    def take(self, param: nn.Parameter, cast: Deferred, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Take the values of what `cast` returned, for this parameter or for another one."""
         if cast.own is not self.own and cast.own is not None:
             self.own, self._files = self._put_away(fetch(cast.own)), None
         self._alias, self.device = None, cast.device
-        show_closed(param, param.shape, dtype, self.device)
+        self.is_used, self.print, self._strides = cast.is_used, cast.print, cast._strides
+        show_closed(param, shape, dtype, self.device)
 
     def copied(self, param: nn.Parameter) -> nn.Parameter:
         """A closed copy, or one in the same files."""

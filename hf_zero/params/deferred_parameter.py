@@ -92,7 +92,7 @@ class DeferredParameter(nn.Parameter):
         if is_first and name == "__set__" and _attribute(func) == "data" and isinstance(args[1], DeferredParameter):
             cast = _of(args[1])
             if cast.is_cast:
-                _of(first).take(first, cast, args[1].dtype)
+                _of(first).take(first, cast, args[1].shape, args[1].dtype)
                 return None
         if is_first and name == "copy_" and type(args[1]) in (Tensor, nn.Parameter) and args[1].shape == first.shape:
             _of(first).put(first, args[1])

@@ -309,6 +309,11 @@ def casts(rank: int, world: int) -> None:
         with zero.Init(enabled=inside):
             model.to(torch.bfloat16)
         assert torch.equal(zero.full_parameter(model.weight), plain.to(torch.bfloat16).weight)
+    model, first = layer(), layer()
+    first.weight.data = model.weight.double()  # of another parameter: its values
+    model.bias.data = first.bias.to(torch.float16)
+    assert torch.equal(zero.full_parameter(first.weight), plain_layer().double().weight)
+    assert torch.equal(zero.full_parameter(model.bias), plain_layer().half().bias)
     with zero.Init():
         other = nn.LSTM(3, 4)
     other.double()
