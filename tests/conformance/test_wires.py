@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.comm.group_wire import CollectiveWire, PairWire, open_wire
 from hf_zero.comm.hybrid import in_replicas
-from hf_zero.comm.wire import SoloWire
 from tests.conformance.wire import check_wire
-from tests.kit.common import Sockets
 from tests.kit.pool import RankPool
+from tests.kit.transports import CollectiveWire, PairWire, Sockets, SoloWire, open_wire
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")

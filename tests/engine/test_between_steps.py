@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.comm.group_wire import PairWire
-from hf_zero.comm.inflight import Inflight
 from tests.kit.rows import each_value
+from tests.kit.transports import Inflight, PairWire
 from tests.programs.sequences import Adapted, partly_frozen
 
 pytestmark = pytest.mark.gloo

@@ -9,10 +9,10 @@ import torch
 
 import hf_zero as zero
 from hf_zero import ConfigError
-from hf_zero.tiers.tier import Tier
 from tests.kit.common import gpt2, loss_of, optimizer_for
 from tests.kit.offloading import SMALL_ROADS, equal, values
 from tests.kit.pool import RankPool
+from tests.kit.transports import Tier
 
 pytestmark = pytest.mark.gloo
 STEPS = 4

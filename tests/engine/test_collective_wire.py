@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from hf_zero.comm.group_wire import CollectiveWire
 from tests.kit.common import Case, differences, train_engine
-from tests.kit.transports import Roads
+from tests.kit.transports import CollectiveWire, Roads
 
 pytestmark = pytest.mark.gloo
 

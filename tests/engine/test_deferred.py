@@ -13,13 +13,10 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.comm.inflight import Inflight
-from hf_zero.tiers.pool import Storage
-from hf_zero.tiers.tier import Meter
 from tests.kit.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Hazard, Mode, Watch
 from tests.kit.offloading import SMALL, equal, pairwise, same, unequal, values
-from tests.kit.transports import Roads
+from tests.kit.transports import Inflight, Meter, Roads, Storage
 
 pytestmark = pytest.mark.gloo
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.comm.inflight import Inflight
 from hf_zero.core.layout import itemsize
-from hf_zero.tiers.host import Link
 from tests.kit.common import MODELS, Case, batch, optimizer_for
 from tests.kit.offloading import SMALL, pairwise, same, values
-from tests.kit.transports import Roads
+from tests.kit.transports import Inflight, Link, Roads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

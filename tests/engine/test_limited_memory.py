@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.core.units import Limits
-from hf_zero.tiers.tier import Sizes
 from tests.kit.common import nameless_files
 from tests.kit.pool import RankPool
-from tests.kit.transports import Roads
+from tests.kit.transports import Limits, Roads, Sizes
 
 pytestmark = pytest.mark.gloo
 LIMITS = Limits(unit_bytes=1 << 20, run_bytes=256 << 10)
@@ -25,13 +23,11 @@ def born(layers: int, width: int, folder: str) -> nn.Module:
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
-def train(
-    model: nn.Module, rank: int, folder: str, roads: Roads | None = None, steps_at_once: bool = True
-) -> tuple[list[float], zero.Engine]:
+def train(model: nn.Module, rank: int, folder: str, roads: Roads | None = None) -> tuple[list[float], zero.Engine]:
     """The losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = zero.ZeroConfig(
-        stage=3, offload_params="disk", offload_optimizer="disk", offload_dir=folder, step_in_backward=steps_at_once
+        stage=3, offload_params="disk", offload_optimizer="disk", offload_dir=folder, step_in_backward=True
     )
     engine = zero.shard(model, optimizer, config, **(roads or Roads()).given)
     engine.record()
@@ -95,18 +91,17 @@ def test_slices_are_born_on_disk(pools: dict[int, RankPool], tmp_path: Path, wor
     pools[world].run(births, str(tmp_path))
 
 
-def limited(rank: int, world: int, folder: str, limit_bytes: int, steps_at_once: bool) -> list[float]:
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-    return train(born(160, 2048, folder), rank, folder, steps_at_once=steps_at_once)[0]
+def limited(rank: int, world: int, folder: str) -> list[float]:
+    resource.setrlimit(resource.RLIMIT_DATA, (1536 << 20, 1536 << 20))
+    return train(born(160, 2048, folder), rank, folder)[0]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("limit_mib", "steps_at_once"), [(1536, True), (3072, False)])
-def test_671_million_parameters(tmp_path: Path, limit_mib: int, steps_at_once: bool) -> None:
-    """In 1.5 GiB of data segment with gradients that do not rest, in 3 GiB with gradients in host memory."""
+def test_671_million_parameters(tmp_path: Path) -> None:
+    """Stepped in backward, in 1.5 GiB of data segment. Otherwise: tests/regressions/test_disk_gradients.py."""
     pool = RankPool(2, executed=True)
     try:
-        found = pool.run(limited, str(tmp_path), limit_mib << 20, steps_at_once, timeout_s=1200)
+        found = pool.run(limited, str(tmp_path), timeout_s=1200)
     finally:
         pool.stop()
     assert found[0]

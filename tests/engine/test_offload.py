@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from hf_zero import ConfigError, StateError, ZeroConfig
 from hf_zero.engine import shard
 from hf_zero.tiers.array import OnDisk
-from hf_zero.tiers.host import Link
-from hf_zero.tiers.pool import Storage
 from tests.kit.common import gpt2
 from tests.kit.offloading import SMALL
 from tests.kit.pool import RankPool
 from tests.kit.rows import each_value
+from tests.kit.transports import Link, Storage
 
 ELSEWHERE = [("cpu", "none"), ("disk", "none"), ("cpu", "cpu"), ("disk", "disk"), ("cpu", "disk"), ("none", "cpu")]
 """Tiers of optimizer and parameters."""

@@ -18,13 +18,11 @@ import torch
 import transformers
 
 import hf_zero as zero
-from hf_zero.comm.group_wire import PairWire
-from hf_zero.comm.inflight import Inflight
 from hf_zero.core.layout import Span, itemsize
 from hf_zero.tiers.tier import padded
 from tests.kit.common import Case, batch, gpt2, loss_of, nameless_files, optimizer_for
 from tests.kit.offloading import SMALL, SMALL_ROADS
-from tests.kit.transports import Roads
+from tests.kit.transports import Inflight, PairWire, Roads
 
 pytestmark = pytest.mark.gloo
 

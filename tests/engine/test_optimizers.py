@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
-from hf_zero.engine import shard
-from hf_zero.engine.engine import Engine
+from hf_zero.engine import Engine, shard
 from hf_zero.optimizers.kinds import Kind, kind_of
 from tests import optimizers as own
 

@@ -10,8 +10,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import hf_zero as zero
 from hf_zero.diagnostics.usage import at_rest
 from hf_zero.optimizers.kinds import Kind, kind_of
-from hf_zero.tiers.tier import Tier
 from tests.kit.deferred_wire import Mode, Watch
+from tests.kit.transports import Tier
 from tests.models import Mixed, ids, token_loss
 from tests.optimizers import (
     Blockwise,

@@ -9,10 +9,9 @@ import torch
 
 import hf_zero as zero
 from hf_zero.comm.codec import CODECS
-from hf_zero.comm.group_wire import CollectiveWire, PairWire
 from hf_zero.comm.hybrid import in_replicas
-from hf_zero.comm.wire import SoloWire
-from tests.kit.common import Sockets, gpt2, optimizer_for, take_steps
+from tests.kit.common import gpt2, optimizer_for, take_steps
+from tests.kit.transports import CollectiveWire, PairWire, Sockets, SoloWire
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")

@@ -13,9 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.comm.group_wire import PairWire
-from hf_zero.tiers.tier import SIZES, Sizes
-from tests.kit.transports import Roads
+from tests.kit.transports import SIZES, Roads, Sizes
 
 transformers.logging.set_verbosity_error()
 VOCAB = 97
@@ -46,12 +44,6 @@ def bert(frozen: bool = True, **changes: Any) -> nn.Module:
 
 
 MODELS = {"gpt2": gpt2, "bert": bert}
-
-
-class Sockets(PairWire):
-    """As between machines."""
-
-    is_direct = False
 
 
 @dataclass(frozen=True)

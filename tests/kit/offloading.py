@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 import hf_zero as zero
-from hf_zero.tiers.tier import Sizes
 from tests.kit.common import MODELS, Case, Result, loss_of, optimizer_for
-from tests.kit.transports import Roads
+from tests.kit.transports import Roads, Sizes
 
 SMALL = Sizes(block_numel=1536, loop_numel=512, slab_numel=2048)
 """So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""

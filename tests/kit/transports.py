@@ -1,4 +1,7 @@
-"""What an engine moves bytes with, for tests: another wire or link, blocks of other sizes, units of other sizes."""
+"""What an engine moves bytes with, for tests: another wire or link, blocks of other sizes, units of other sizes.
+
+Other tests that need a part of it take it from here: no other module of the kit or of tests/engine imports it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,24 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm.group_wire import open_wire
+from hf_zero.comm.group_wire import CollectiveWire, PairWire, open_wire
+from hf_zero.comm.inflight import DONE, Inflight
 from hf_zero.comm.wire import SoloWire
 from hf_zero.core.units import LIMITS, Limits
 from hf_zero.tiers.host import Link
 from hf_zero.tiers.pool import Storage
-from hf_zero.tiers.tier import SIZES, Meter, Sizes
+from hf_zero.tiers.tier import SIZES, Meter, Sizes, Tier
+
+__all__ = [
+    "DONE", "LIMITS", "SIZES", "CollectiveWire", "Inflight", "Limits", "Link", "Meter", "PairWire", "Roads", "Sizes",
+    "Sockets", "SoloWire", "Storage", "Tier", "open_wire",
+]  # fmt: skip
+
+
+class Sockets(PairWire):
+    """As between machines."""
+
+    is_direct = False
 
 
 @dataclass(frozen=True)

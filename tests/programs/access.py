@@ -20,6 +20,7 @@ from tests.programs.accessors import (
     set_full_optimizer_state,
     set_full_parameter,
 )
+from tests.programs.architectures import OddShapes, on_tokens
 from tests.programs.clearing import Spectral
 from tests.programs.usual import is_sharded, see_weights, without_memory
 
@@ -35,6 +36,15 @@ def see_gathered(run: Run, model: nn.Module, what: str) -> None:
 @program(reference="average", more=RANKS)
 def gathered_edits(run: Run) -> None:
     """The edits of one rank count, in the next forward and step."""
+    _gathered_edits(run)
+
+
+@program(reference="average", only={"ranks": (4,), "replicas": (2,)})
+def gathered_edits_of_replicas(run: Run) -> None:
+    _gathered_edits(run)
+
+
+def _gathered_edits(run: Run) -> None:
     model = run.trained_model(Odd)
     run.step(0)
     see_gathered(run, model, "after a step")
@@ -209,6 +219,56 @@ def local_parts(run: Run) -> None:
             run.see(run.optimizer.state[param]["exp_avg"], f"state of {name}")
         see_parts(name, param, None if run.is_plain else zero.local_parameter(param))
         see_parts(f"state of {name}", param, None if run.is_plain else zero.local_optimizer_state(param, "exp_avg"))
+
+
+@program(reference="average")
+def permuted_rows(run: Run) -> None:
+    """Edits that no plain sum shows, also far behind in a large matrix."""
+    model = run.trained_model(lambda: nn.Sequential(nn.Embedding(300, 1024), nn.Linear(1024, 4)))
+    weight = model[0].weight
+    for edit in (
+        lambda x: x.flip(0),
+        lambda x: x.flip(1),
+        lambda x: x.roll(1, 0),
+        lambda x: x[[*range(280), 290, *range(281, 290), 280, *range(291, 300)]],
+        lambda x: torch.cat([x[:, :1000], x[:, 1000:1003].roll(1, 1), x[:, 1003:]], 1),
+    ):
+        expected = edit(full_parameter(run, weight).clone())
+        with run.gathered(weight, modifier_rank=0), torch.no_grad():
+            if run.rank == 0 or run.is_plain:
+                weight.copy_(edit(weight.clone()))
+        run.see(torch.equal(full_parameter(run, weight), expected), "whether the edit counts")
+
+
+@program(reference="average", more={"ranks": (1, 2)})
+def an_empty_parameter(run: Run) -> None:
+    """Read, written, gathered, saved and loaded as all others."""
+    model = run.trained_model(OddShapes, adamw)
+    nothing = model.empty
+    for step in range(3):
+        on_tokens(model, run.rank, step).backward()
+        gradient = full_gradient(run, nothing)
+        run.see(None if gradient is None else gradient.shape, "gradient")
+        if step == 2:
+            run.optimizer.zero_grad()
+            run.forget_gradients()
+        else:
+            run.update()
+    run.see(full_parameter(run, nothing).shape, "the parameter")
+    if not run.is_plain:
+        assert zero.local_parameter(nothing).shape == (0,)
+        zero.local_gradient(nothing)
+        zero.local_optimizer_state(nothing, "exp_avg")
+        zero.full_optimizer_state(nothing, "exp_avg")
+    set_full_parameter(run, nothing, torch.zeros(0, 4))
+    with run.gathered(model, modifier_rank=0):
+        run.see(nothing.shape, "the gathered parameter")
+    run.save(model)
+    run.load(model)
+    on_tokens(model, run.rank, 4).backward()
+    run.update()
+    run.detach(model)
+    run.see(nothing.shape, "the parameter in the end")
 
 
 # Gradients that user code gives to parameters that had none ---------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.models import LanguageModel, sgd, token_loss
+from tests.models import LanguageModel, mlp, sgd, token_loss
 from tests.oracle import Run, program
 from tests.programs.accessors import full_parameter
 
@@ -46,3 +46,35 @@ def learns_by_int8(run: Run) -> None:
 @program(only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")}, loose=2.0)
 def learns_by_fp8(run: Run) -> None:
     _learns(run, wire="fp8")
+
+
+def _decays(run: Run, **config: object) -> None:
+    """A codec's rounding is larger than the decay; the rounding of any element would be far above what is allowed."""
+    model = run.build(mlp)
+    model = run.shard(model, sgd(model), **config)
+    run.step(0)
+    before = [full_parameter(run, param).clone() for param in model.parameters()]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1 - 1e-4)
+    gaps = [full_parameter(run, p) - value * (1 - 1e-4) for p, value in zip(model.parameters(), before)]
+    run.see(max(float(gap.abs().max()) for gap in gaps) <= 1e-5, "whether the decay counts, and no more")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.full_like(param, 0.5))
+            run.see(param, "a weight of one value")
+    for param in model.parameters():
+        run.see(torch.equal(full_parameter(run, param), torch.full(param.shape, 0.5)), "whether its master is exact")
+
+
+DECAYED = CODED | {"precision": ("fp32",), "replicas": (1,)}
+
+
+@program(only=DECAYED)
+def decays_by_int8(run: Run) -> None:
+    _decays(run)
+
+
+@program(only=DECAYED | {"deferred": (False,)})
+def decays_by_fp8(run: Run) -> None:
+    _decays(run, wire="fp8")

@@ -51,6 +51,8 @@ def copies_are_plain_models(run: Run) -> None:
             run.see(param, name)
             run.see(param.requires_grad and param.grad, f"gradient of {name}")
     run.see(copy.deepcopy(model.blocks[1]).line.weight, "a copied part")
+    alone = copy.deepcopy(model.blocks[1].line.weight)
+    run.see((type(alone) is nn.Parameter, str(alone.dtype)), "a copied parameter")
     both = copy.deepcopy({"model": model, "head": model.head})
     run.see(both["head"] is both["model"].head, "identity inside a copy")
     train(run, 1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import hf_zero as zero
 from tests.models import LanguageModel, sgd, token_loss
 from tests.oracle import Run, program
 
@@ -200,3 +201,62 @@ def tried_again_after_the_optimizer_raised(run: Run) -> None:
             with caught(Failed):
                 run.optimizer.step()
         run.update()
+
+
+@program(reference="average")
+def backward_tried_again(run: Run) -> None:
+    """A first backward that raised leaves nothing of its own. Together with a second, earlier gradients are lost."""
+    model = run.trained_model(LanguageModel)
+    step_in_two(run, 0)
+    with run.no_sync(model):
+        with caught(Failed):
+            in_backward(run)
+        if run.is_plain:  # keeps what autograd had come to
+            run.optimizer.zero_grad()
+        micro(run, 2)
+    micro(run, 3)
+    run.update()
+    with run.no_sync(model):
+        micro(run, 4)
+    with caught(Failed):
+        in_backward(run)
+    for act in (run.optimizer.step, lambda: run.clip_grad_norm_(model, 1.0)):
+        run.refuses(zero.StateError, r"a backward of this step raised.*Call zero_grad\(\)", act)
+    run.optimizer.zero_grad()
+    run.forget_gradients()
+    step_in_two(run, 3)
+
+
+@program(reference="average", only={"stage": (1, 2, 3), "tier": ("cpu", "disk", "cpu/cpu")})
+def forward_fails_where_backward_steps(run: Run) -> None:
+    """A failed forward is no half step."""
+    model = run.build(LanguageModel)
+    run.shard(model, sgd(model), step_in_backward=True)
+    for step in range(2):
+        with caught(Failed), layer(run, 1).register_forward_pre_hook(throw):
+            micro(run, 99)
+        run.optimizer.zero_grad()
+        step_in_two(run, step)
+
+
+@program(reference="average", only={"precision": ("fp16",)})
+def scaled_and_tried_again(run: Run) -> None:
+    """The scaler is user code's; a step that raised before it wrote anything is made again by `scaler.step`."""
+    run.trained_model(LanguageModel)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    for step in range(6):
+        tokens = run.ids(step)
+        if step % 2:
+            with caught(Failed), layer(run, 1).register_forward_hook(lambda module, args, out: Bomb.apply(out)):
+                scaler.scale(token_loss(run.model(tokens), tokens)).backward()
+            run.optimizer.zero_grad()
+        scaler.scale(token_loss(run.model(tokens), tokens)).backward()
+        run.sync_gradients()
+        with contextlib.suppress(Failed), run.optimizer.register_step_pre_hook(throw):
+            scaler.step(run.optimizer)  # a step that overflowed is not called
+        with contextlib.suppress(RuntimeError):  # that it was left out already
+            scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        run.forget_gradients()
+        run.see(scaler.get_scale(), "the scale")

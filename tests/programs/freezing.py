@@ -301,3 +301,15 @@ def adversaries_with_blocks_frozen_by_groups_in_parts(run: Run) -> None:
 def frozen_by_groups_that_one_rank_has(run: Run) -> None:
     """An optimizer that steps over full matrices: their owner alone has them in its groups."""
     _adversarial(run, depth=3, made=torch.optim.Adafactor)
+
+
+@program(
+    refused=(Refused(zero.RankMismatchError, r"requires_grad of parameter '2\.weight' is not the same"),),
+    only={"stage": (1, 3)},
+)
+def frozen_on_one_rank(run: Run) -> None:
+    run.mlp()
+    run.step(0)
+    if run.rank == 1:
+        run.model[2].requires_grad_(False)
+    run.step(1)

@@ -30,12 +30,27 @@ def norm_by_hand(run: Run, order: float = 2.0) -> Tensor:
 
 @program(more={"ranks": (1, 2, 3)})
 def clipped_groups(run: Run) -> None:
-    model = run.trained_model(Odd)
+    run.trained_model(Odd)
+    _clipped_groups(run)
+
+
+@program(more={"ranks": (1, 2, 3)})
+def clipped_groups_of_one_parameter(run: Run) -> None:
+    """Ranks have elements of different ones."""
+    run.trained_model(Odd, lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1))
+    _clipped_groups(run)
+
+
+def _clipped_groups(run: Run) -> None:
+    model = run.model
     for step in range(4):
         run.loss(step).backward()
         for order in (2.0, 1.0, 3.0, float("inf")):
             run.see(norm_by_hand(run, order), f"norm of order {order} by hand")
             run.clip_grad_norm_(model, float("inf"), norm_type=order)
+            run.clip_grad_norm_(model, float("inf"), norm_type=order, parameters=of_groups(run))
+            flat = [p.grad.view(-1) for p in of_groups(run) if p.grad is not None]
+            run.see(nn.utils.get_total_norm(flat, order), f"norm of order {order} of flat gradients")
             norm = nn.utils.get_total_norm([p.grad for p in of_groups(run)], order, foreach=True)
             run.see(norm, f"norm of order {order}")
             run.see(same_on_ranks(run, norm), f"whether ranks have the same norm of order {order}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 import hf_zero as zero
 from tests.models import adamw, sgd
 from tests.oracle import Refused, Run, program
+from tests.programs.architectures import Stack, on_tokens
 from tests.programs.usual import FP32, after_steps, trained_on
 
 
@@ -115,3 +117,57 @@ def lookahead(run: Run, t: int) -> Tensor:
 def whole_matrices_in_replicas_of_one_rank(run: Run, t: int) -> Tensor:
     """Nothing is sharded: an optimizer that needs unsliced matrices runs at every stage."""
     return run.loss(t)
+
+
+@program(more={"ranks": (1, 2)}, only=FP32, exact=True)
+def given_back(run: Run) -> None:
+    """After `detach` an optimizer and its schedule continue in plain training, and start again sharded, with their state."""
+    model = run.build(functools.partial(Stack, tied=True))
+    model.blocks[1].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    mine, names = list(optimizer.param_groups), {param: name for name, param in model.named_parameters()}
+    sharded = run.shard(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(2):
+        on_tokens(sharded, run.rank, step).backward()
+        run.update()
+        scheduler.step()
+    run.refuses(zero.StateError, "is frozen", lambda: zero.full_gradient(model.blocks[1].up.weight))
+    run.detach(sharded)
+    run.detach(sharded)  # nothing more to undo
+    run.see(
+        all(a is b for a, b in zip(mine, optimizer.param_groups, strict=True)), "whether groups are the same objects"
+    )
+    run.see([[names[p] for p in group["params"]] for group in optimizer.param_groups], "parameters of groups")
+    run.see([*optimizer.state_dict()["state"]], "order of states")
+    for step in (2, 3):
+        on_tokens(model, 0, step).backward()
+        run.update()
+        scheduler.step()
+    model = run.shard(model, optimizer)
+    on_tokens(model, run.rank, 4).backward()
+    run.update()
+
+
+@program(reference="average")
+def bound_after_evaluations(run: Run) -> None:
+    """The model is evaluated without an optimizer, and between a forward and its backward."""
+    model = run.build(functools.partial(Stack, tied=True))
+    run.shard(model)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            run.see(on_tokens(model, 0, 0), "evaluation")
+
+    evaluate()
+    run.bind(sgd(model))
+    loss = on_tokens(model, run.rank, 0)
+    evaluate()
+    loss.backward()
+    run.update()
+    evaluate()

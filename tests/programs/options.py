@@ -6,8 +6,9 @@ import functools
 
 import torch
 
-from tests.models import LanguageModel, adamw, token_loss
+from tests.models import LanguageModel, adamw, mlp, sgd, token_loss
 from tests.oracle import Run, program
+from tests.programs.accessors import full_gradient
 from tests.programs.usual import FP32
 
 RANKS = {"ranks": (2, 4)}
@@ -42,3 +43,14 @@ def steps_in_backward(run: Run) -> None:
         run.see(loss, "loss")
         optimizer.step()
         optimizer.zero_grad()
+
+
+@program(only={"precision": ("fp32",)}, reference="average", loose=50.0)
+def float16_holds_the_mean(run: Run) -> None:
+    """And not the sum of the ranks' gradients."""
+    model = run.build(mlp)
+    run.shard(model, sgd(model), reduce_dtype="float16")
+    (model[:-1](run.inputs(0, 1, 16)) * 50_000.0).sum().backward()
+    run.see(full_gradient(run, model[-2].bias), "a gradient")
+    model.zero_grad()
+    run.forget_gradients()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import signal
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp
 
 import hf_zero as zero
-from tests.models import gpt2, mlp, sgd
+from tests.models import LanguageModel, Odd, adamw, gpt2, mlp, sgd
 from tests.oracle import Refused, Run, program
+from tests.programs.failures import step_in_two
 from tests.programs.usual import FP32, after_steps, trained_on
 
 
@@ -47,19 +47,27 @@ def evaluated_in_bfloat16(run: Run, step: int) -> None:
     )
 
 
-@program(reference="average", only=FP32)
+@program(reference="average", more={"ranks": (1, 2)})
 def ends_after_a_signal(run: Run) -> None:
-    """Rank 0 receives it; every rank ends after the same step."""
-    run.mlp()
-    asked = run.engine_of(run.model) is not None
-    ends: Callable[[], bool] = zero.on_preemption(run.model, [signal.SIGUSR1]) if asked else lambda: step >= 1
-    for step in range(4):
-        if step == 1 and run.rank == 0 and asked:
+    """One rank receives it. All end after the same step, and resume from what they saved as if nothing had been."""
+    model = run.trained_model(functools.partial(LanguageModel, tied=True), adamw)
+    before, is_hit = signal.getsignal(signal.SIGUSR1), run.rank == run.world - 1
+    ends = None if run.is_plain else zero.on_preemption(model)
+    for step in range(5):
+        if step == 2 and is_hit and ends is not None:
             os.kill(os.getpid(), signal.SIGUSR1)
-        run.step(step)
-        if ends():
+        step_in_two(run, step)
+        if step == 2 if ends is None else ends():
             break
     run.see(step, "last step")
+    run.save(model)
+    if ends is not None:
+        ends.close()
+        assert ends.signalled is is_hit
+        assert signal.getsignal(signal.SIGUSR1) is before
+    run.load(run.trained_model(functools.partial(LanguageModel, tied=True), adamw))
+    for step in (3, 4):
+        step_in_two(run, step)
 
 
 @after_steps(2)
@@ -69,22 +77,27 @@ def moved_and_cast(run: Run, step: int) -> None:
     run.model.to("cpu")
 
 
-@after_steps(2)
-def distributed_checkpoint_of_an_optimizer(run: Run, step: int) -> None:
-    run.refuses(zero.StateError, "engine.save", lambda: dcp.get_optimizer_state_dict(run.model, run.optimizer))
-
-
 @program(reference="average", only=FP32)
 def trained_without_an_optimizer(run: Run) -> None:
-    """It warns once: no step will change the model."""
-    model = run.build(mlp)
-    run.shard(model)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for step in range(3):
-            run.loss(step).backward()
-    warned = sum("sharded without an optimizer" in str(each.message) for each in found)
-    run.see(warned or int(run.is_plain), "warnings")
+    """It warns once, in the second step: no step will change the model. Evaluations, and one that comes later, do not warn."""
+    for has_one in (False, True):
+        model = run.build(mlp)
+        run.shard(model)
+        warned = []
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for step in range(3):
+                with torch.no_grad():
+                    run.loss(step)
+            if has_one:
+                run.bind(sgd(model))
+            for step in range(3):
+                run.loss(step).backward()
+                if has_one:
+                    run.update()
+                warned.append(sum("sharded without an optimizer" in str(each.message) for each in found))
+        expected = [0, 0, 0] if has_one else [0, 1, 1]
+        run.see(expected if run.is_plain else warned, "warnings")
 
 
 class Merges(nn.Linear):
@@ -126,3 +139,31 @@ def sharing() -> nn.Sequential:
 @trained_on(sharing, sgd, only={"deferred": (False,)}, refused=(Refused(zero.LayoutError, "shares memory with"),))
 def parameters_share_memory(run: Run, step: int) -> Tensor:
     return run.loss(step)
+
+
+@program(reference="average")
+def away_between_backward_and_step(run: Run) -> None:
+    """States come back as they were."""
+    run.mlp()
+    engine = run.engine_of(run.model)
+    for step in range(4):
+        run.loss(step).backward()
+        if engine is not None:
+            engine.offload_states()
+            run.refuses(zero.StateError, "reload_states", lambda step=step: run.loss(step))
+            engine.reload_states()
+        run.update()
+
+
+@program(reference="average", only={"stage": (1, 2), "tier": ("none",)})
+def away_after_a_save(run: Run) -> None:
+    """A save has looked at the memory of the parameters; it is freed all the same."""
+    model = run.trained_model(Odd)
+    run.save(model)
+    run.load(model)
+    if (engine := run.engine_of(model)) is not None:
+        engine.offload_states()
+        with torch._C.DisableTorchFunctionSubclass():  # else asking for the storage reads the values, which are away
+            assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
+        engine.reload_states()
+    run.step(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from tests.models import adamw
 from tests.oracle import Run, program
@@ -75,3 +77,61 @@ def optimizer_state_of_another_form(run: Run) -> None:
                 run.optimizer.load_state_dict(state)
             run.step(step)
         see_weights(run, run.model, f"after a state with {kind}:")
+
+
+class Uneven(nn.Module):
+    """Parts that have gradients in different steps: their parameters count steps apart. One weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(5, 7) for _ in range(3))
+        self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        total = sum((part(x) * self.frozen.sum()).pow(2).mean() for part in self.parts[: 1 + step % 3])
+        return total * self.scale
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 2e-2},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(theirs, dict):
+        return mine.keys() == theirs.keys() and all(_same(mine[key], value) for key, value in theirs.items())
+    if isinstance(theirs, Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    return bool(mine == theirs)
+
+
+@program(reference="average", more={"ranks": (1, 2)})
+def optimizer_state_of_uneven_steps(run: Run) -> None:
+    """A state that every rank loads, or rank 0 alone, stays to the bit; also after `detach`, with torch's own types."""
+    torch.manual_seed(0)
+    plain = Uneven()
+    other = in_groups(plain)
+    for step in range(5):
+        plain(torch.full((4, 5), 0.1 * step + 0.1), step).backward()
+        other.step()
+        other.zero_grad()
+    wanted = copy.deepcopy(other.state_dict())
+    model = run.build(Uneven)
+    model.load_state_dict(plain.state_dict())
+    run.shard(model, in_groups(model))
+    for is_alone in (False, True):
+        given = copy.deepcopy(wanted)
+        for entries in given["state"].values() if is_alone and run.rank > 0 and not run.is_plain else ():
+            entries.update({name: each.to("meta") for name, each in entries.items() if each.dim()})
+        model(run.inputs(7, 4, 5), 2).backward()
+        run.update()
+        run.optimizer.load_state_dict(given)
+        found = run.optimizer.state_dict()
+        run.see(run.rank > 0 or _same(found, wanted), "whether the state dict is what was loaded")
+    run.detach(model)
+    run.see(_same(run.optimizer.state_dict(), wanted), "whether it is after detach")
+    kinds = {type(param) for group in run.optimizer.param_groups for param in group["params"]}
+    run.see(kinds == {nn.Parameter}, "whether parameters are plain")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -33,16 +30,12 @@ def _evaluate(run: Run, what: str) -> None:
     run.see(run.model(input_ids=run.ids(90)).logits, f"evaluation {what}")
 
 
-def _whole(run: Run, model: Any, **options: Any) -> AbstractContextManager[Any]:
-    return nullcontext() if run.is_plain else zero.unsharded(model, **options)
-
-
 def _inside(run: Run, in_compute_dtype: bool) -> None:
     model = run.trained_model(gpt2, adamw)
     engine = run.engine_of(model)
     _step(run, 0)
     _evaluate(run, "before")
-    with _whole(run, model, in_compute_dtype=in_compute_dtype):
+    with run.unsharded(model, in_compute_dtype=in_compute_dtype):
         for name, param in model.named_parameters():
             run.see(param.float(), f"{name} inside")
             run.see(param.is_contiguous(), f"whether {name} is whole")
@@ -54,7 +47,7 @@ def _inside(run: Run, in_compute_dtype: bool) -> None:
         run.see(tokens.shape[1] <= 5 + 3 * run.rank, "whether each rank generates as much as it likes")
         if run.rank == 0:
             _evaluate(run, "of one rank")
-        with _whole(run, model.transformer), run.gathered(model):
+        with run.unsharded(model.transformer), run.gathered(model):
             run.see(model.lm_head.weight.float(), "weight in nested contexts")
         if engine is not None:
             assert engine.traffic.to_dict() == before, "something was sent inside"

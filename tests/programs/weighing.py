@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import hf_zero as zero
 from tests.models import generator, sgd
 from tests.oracle import Run, program
 
@@ -79,3 +80,28 @@ def weighed_micro_batches(run: Run) -> None:
 @program(reference="average", only={"ranks": (2, 3), "stage": (2, 3), "tier": ("cpu", "disk")})
 def weighed_and_updated_in_backward(run: Run) -> None:
     _train(run, 2, step_in_backward=True)
+
+
+@program(reference="average")
+def refused_weights(run: Run) -> None:
+    """The same error on every rank, and nothing is left behind. What is weighed costs one message."""
+    run.mlp()
+    engine, loss, nan = run.engine_of(run.model), run.loss(0), float("nan")
+    cases: list[tuple[str, Tensor, Any, float | None]] = [
+        ("rank 1: expected a weight that is a finite number", loss, (1, -2)[run.rank], None),
+        ("rank 0: expected a weight that is a finite number", loss, (nan, 1)[run.rank], None),
+        ("found 'many'", loss, (1, "many")[run.rank], None),
+        ("rank 1: expected a loss of one floating-point number", loss.repeat(1 + run.rank).squeeze(), 1, None),
+        ("the weights of all ranks are 0", loss, 0, None),
+        ("from 0 to the total", loss, 3, 2.0),
+        ("expected a loss of one floating-point number", loss.repeat(2), 1, 2.0),
+    ]
+    for words, *arguments in cases:
+        run.refuses(zero.ConfigError, words, lambda arguments=arguments: engine.weigh(*arguments))
+    run.refuses(zero.ConfigError, "all ranks are 0", lambda: engine.total_weight(0))
+    if engine is not None:
+        before = engine.traffic["scalar"].calls
+        loss = engine.weigh(loss, 3)
+        assert engine.traffic["scalar"].calls == before + 1
+    loss.backward()
+    run.update()

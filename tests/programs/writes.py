@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.models import Odd, adamw, generator, mlp, sgd
 from tests.oracle import Refused, Run, program
+from tests.programs.accessors import full_parameter
 from tests.programs.gradients import TwoSquares
 from tests.programs.usual import FP32, after_steps, after_two_steps, is_sharded, see_weights
 
@@ -399,3 +400,37 @@ def data_between_forward_and_backward(run: Run) -> None:
         loss.backward()
         run.see(loss, "loss")
         run.update()
+
+
+@program(reference="average", only={"precision": ("bf16",)})
+def digits_of_what_is_not_written(run: Run) -> None:
+    """Writes reach the masters with all their digits, and leave those of other elements alone."""
+    model = run.trained_model(lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)), adamw)
+    run.step(0)
+    expected = {name: full_parameter(run, param).clone() for name, param in model.named_parameters()}
+
+    def see(what: str) -> None:
+        now = {name: full_parameter(run, param) for name, param in model.named_parameters()}
+        run.see([name for name in now if not torch.equal(now[name], expected[name])], f"differing after {what}")
+
+    weight = model[0].weight
+    with torch.no_grad():
+        weight[3, 5] = expected["0.weight"][3, 5] = 0.5
+        weight[40:].fill_(0.25)
+        expected["0.weight"][40:] = 0.25
+    see("writes that torch counts")
+    weight.data[0].zero_()
+    expected["0.weight"][0] = 0
+    see("a write that it does not count")
+    model[2].weight.data = expected["2.weight"] = torch.randn(8, 64, generator=generator(1))
+    see("an assignment")
+    for param in model.parameters():  # values that go away and come back, as shown
+        kept = param.detach().clone()
+        param.data = torch.zeros_like(kept)
+        run.see(param.any(), "whether a value is left")
+        param.data = kept
+    for name, param in model.named_parameters():
+        run.see(
+            torch.allclose(full_parameter(run, param), expected[name], atol=4e-3, rtol=8e-3), f"whether {name} is back"
+        )
+    run.step(1)

@@ -1,10 +1,9 @@
-"""Commands with input that cannot be meant: one line, exit status 2, within a moment."""
+"""Commands with input that cannot be meant: one line, exit status 2."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,12 @@ from hf_zero.cli.main import main
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 2) -> str:
-    started = time.monotonic()
     assert main([str(each) for each in arguments]) == status
-    taken_s = time.monotonic() - started
     said = capsys.readouterr().err
     assert said.startswith("hf-zero: ")
     assert said.count("\n") == 1
     assert "not expected" not in said
     assert len(said) < 1000
-    assert taken_s < 5
     return said
 
 

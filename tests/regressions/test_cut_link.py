@@ -17,7 +17,6 @@ from typing import NamedTuple
 import pytest
 
 import hf_zero as zero
-from hf_zero.comm.watch import SLOW
 from tests.kit.hosts import ADDRESSES, HOSTS, Link, NoNamespaces, two_hosts, wait_until
 from tests.kit.pool import free_port
 
@@ -28,6 +27,8 @@ LATE_S = 10.0
 """Promised are `stall_s` and these seconds until the error."""
 END_S = 30.0
 """For the end of Python: many ranks end at the same time, beside other work."""
+SLOW = 20
+"""A process that is stopped is given this many times `stall_s`."""
 PORT = 29600
 
 
@@ -146,7 +147,7 @@ def test_both_sides_raise_and_a_restart_resumes(link: Link, tmp_path: Path) -> N
 
 @pytest.mark.wide
 def test_a_rank_with_the_store_is_stopped_or_killed(tmp_path: Path) -> None:
-    """Needs no namespaces. A stopped process is given ten times `stall_s`, also where nothing can be asked about it."""
+    """Needs no namespaces. A stopped process is given `SLOW` times `stall_s`, also where nothing can be asked about it."""
     out, cases, stall_s = tmp_path, ["forward", "backward"], 1.0
     port = free_port()  # the second case uses the next one
     with ExitStack() as processes:

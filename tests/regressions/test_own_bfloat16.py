@@ -52,31 +52,26 @@ def test_steps_below_the_resolution_of_bfloat16_add_up(two: RankPool) -> None:
     two.run(small_steps)
 
 
-def evaluates(rank: int, world: int) -> None:
-    """Without an optimizer, with one that is bound later, and between a forward and its backward."""
-
-    def loss(of: int, step: int) -> Tensor:
-        batch = ids(of, step)
-        return token_loss(model(batch), batch)
-
+def digits(rank: int, world: int) -> None:
+    """Accessors give the float32 master, and elements that nobody edits keep their digits."""
     torch.manual_seed(0)
-    model = Stack(tied=True)
-    with torch.no_grad():
-        before = loss(0, 0)
-    engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
-    with torch.no_grad():
-        assert torch.equal(loss(0, 0), before)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.bind(optimizer)
-    value = loss(rank, 0)
-    with torch.no_grad():
-        assert torch.equal(loss(0, 0), before)
-    value.backward()
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+    batch = ids(rank, 0)
+    token_loss(model(batch), batch).backward()
     optimizer.step()
-    optimizer.zero_grad()
-    with torch.no_grad():
-        assert loss(0, 0) != before
+    weight = model.blocks[0].up.weight
+    master = zero.full_parameter(weight)
+    assert master.dtype == torch.float32
+    assert not torch.equal(master, master.bfloat16().float())
+    with zero.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+        assert weight.dtype == torch.bfloat16
+        weight[0] = 2.0
+    after = zero.full_parameter(weight)
+    assert torch.equal(after[0], torch.full_like(after[0], 2.0))
+    assert torch.equal(after[1:], master[1:])
 
 
-def test_evaluations_before_an_optimizer_is_bound(two: RankPool) -> None:
-    two.run(evaluates)
+def test_masters_keep_their_digits(two: RankPool) -> None:
+    two.run(digits)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.kit.pool import RankPool
 from tests.models import VOCAB, WIDTH, adamw, sgd
-from tests.programs.architectures import HollowStack, Stack, on_tokens
+from tests.programs.architectures import Stack, on_tokens
 
 pytestmark = pytest.mark.gloo
 
@@ -30,22 +28,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *steps:
 
 def sgd_of(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def plainly(model: nn.Module, optimizer: torch.optim.Optimizer, world: int, *steps: int) -> None:
-    """The same steps of a plain model on all ranks' batches."""
-    for step in steps:
-        sums: dict[Tensor, Tensor] = {}
-        for rank in range(world):
-            on_tokens(model, rank, step).backward()
-            for p in model.parameters():
-                if p.grad is not None:
-                    sums[p] = p.grad if p not in sums else sums[p] + p.grad
-                    p.grad = None
-        for p, total in sums.items():
-            p.grad = total * (1.0 / world)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 # One engine per parameter --------------------------------------------------------------------------------------------
@@ -146,30 +128,6 @@ def test_shared_memory_is_refused(two: RankPool, stage: int) -> None:
     two.run(aliases, stage)
 
 
-def permuted_rows(rank: int, world: int) -> None:
-    """Edits that no plain sum shows, also far behind in a large matrix."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(300, 1024), nn.Linear(1024, 4))
-    zero.shard(model, None, zero.ZeroConfig(stage=3))
-    weight = model[0].weight
-    for edit in (
-        lambda x: x.flip(0),
-        lambda x: x.flip(1),
-        lambda x: x.roll(1, 0),
-        lambda x: x[[*range(280), 290, *range(281, 290), 280, *range(291, 300)]],
-        lambda x: torch.cat([x[:, :1000], x[:, 1000:1003].roll(1, 1), x[:, 1003:]], 1),
-    ):
-        expected = edit(zero.full_parameter(weight).clone())
-        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
-            if rank == 0:
-                weight.copy_(edit(weight.clone()))
-        assert torch.equal(zero.full_parameter(weight), expected)
-
-
-def test_permuted_rows_are_kept(two: RankPool) -> None:
-    two.run(permuted_rows)
-
-
 # Binding -------------------------------------------------------------------------------------------------------------
 
 
@@ -198,37 +156,6 @@ def bound_otherwise(rank: int, world: int) -> None:
 
 def test_bind_compares_ranks(two: RankPool) -> None:
     two.run(bound_otherwise)
-
-
-def unbound(rank: int, world: int) -> None:
-    def warned(caught: list[warnings.WarningMessage]) -> int:
-        return sum("without an optimizer" in str(w.message) for w in caught)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = Stack()
-        zero.shard(model, None, zero.ZeroConfig(stage=2))
-        lost = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-        for step in range(4):
-            with torch.no_grad():
-                on_tokens(model, rank, step)  # an evaluation does not count
-            train(model, lost, rank, step)
-            assert warned(caught) == (0 if step == 0 else 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = Stack()
-        engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
-        for step in range(3):
-            with torch.no_grad():
-                on_tokens(model, rank, step)
-        opt = sgd(model)
-        engine.bind(opt)
-        train(model, opt, rank, 0, 1, 2)
-        assert warned(caught) == 0
-
-
-def test_training_without_an_optimizer_warns_once(two: RankPool) -> None:
-    two.run(unbound)
 
 
 # Optimizer state that is loaded, and given back -----------------------------------------------------------------------
@@ -272,66 +199,6 @@ def test_mixed_optimizer_states_are_refused(pools: dict[int, RankPool], world: i
     pools[world].run(mixtures, stage)
 
 
-def given_back(rank: int, world: int, stage: int, offload: str, folder: str) -> None:
-    torch.manual_seed(0)
-    plain, model = Stack(tied=True), Stack(tied=True)
-    plain.load_state_dict(model.state_dict())
-    for each in (plain, model):
-        each.blocks[1].requires_grad_(False)
-
-    def grouped(m: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            [
-                {"params": [p for p in m.parameters() if p.dim() > 1]},
-                {"params": [p for p in m.parameters() if p.dim() < 2], "weight_decay": 0.0},
-            ],
-            lr=1e-2,
-        )
-
-    opt, reference = grouped(model), grouped(plain)
-    groups = list(opt.param_groups)
-    config = zero.ZeroConfig(stage=stage, offload_optimizer=offload, offload_dir=folder if offload == "disk" else None)
-    engine = zero.shard(model, opt, config)
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
-    expected = torch.optim.lr_scheduler.StepLR(reference, 2, 0.5)
-    for step in range(2):
-        train(model, opt, rank, step)
-        plainly(plain, reference, world, step)
-        scheduler.step()
-        expected.step()
-    engine.detach()
-    engine.detach()  # nothing more to undo
-    assert all(mine is theirs for mine, theirs in zip(groups, opt.param_groups))
-    where = {id(p): i for i, p in enumerate(model.parameters())}
-    there = {id(p): i for i, p in enumerate(plain.parameters())}
-    for mine, theirs in zip(opt.param_groups, reference.param_groups):
-        assert [where[id(p)] for p in mine["params"]] == [there[id(p)] for p in theirs["params"]]
-    ours, state = opt.state_dict(), reference.state_dict()
-    assert ours["param_groups"] == state["param_groups"]
-    assert list(ours["state"]) == list(state["state"])
-    for index, entries in state["state"].items():
-        assert all(torch.equal(ours["state"][index][key], value) for key, value in entries.items())
-    for step in (2, 3):
-        plainly(model, opt, world, step)
-        plainly(plain, reference, world, step)
-        scheduler.step()
-        expected.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
-    zero.shard(model, opt, config)  # and in again, warm
-    train(model, opt, rank, 4)
-    plainly(plain, reference, world, 4)
-    assert torch.equal(zero.full_parameter(model.embed.weight), plain.embed.weight)
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "offload"), [(1, 2, "none"), (2, 0, "none"), (2, 1, "cpu"), (2, 3, "none"), (2, 3, "disk")]
-)
-def test_detach_gives_the_optimizer_back(
-    pools: dict[int, RankPool], tmp_path: Path, world: int, stage: int, offload: str
-) -> None:
-    pools[world].run(given_back, stage, offload, str(tmp_path))
-
-
 # Pickles ----------------------------------------------------------------------------------------------------------------
 
 
@@ -359,41 +226,3 @@ def pickled(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_copy_may_be_pickled_or_sharded_and_the_model_may_not(two: RankPool, stage: int) -> None:
     two.run(pickled, stage)
-
-
-# Empty parameters -------------------------------------------------------------------------------------------------------
-
-
-def empties(rank: int, world: int, stage: int, offload: str, folder: str) -> None:
-    """Alone in a span, of another type: every accessor takes them."""
-    model = HollowStack()
-    opt = adamw(model)
-    options = {"offload_optimizer": offload, "offload_params": offload if stage == 3 else "none"}
-    config = zero.ZeroConfig(stage=stage, **options, offload_dir=folder if offload == "disk" else None)
-    engine = zero.shard(model, opt, config)
-    train(model, opt, rank, 0, 1)
-    nothing = model.blocks[0].nothing
-    assert zero.full_parameter(nothing).shape == (0, 3)
-    assert zero.local_parameter(nothing).shape == (0,)
-    zero.set_full_parameter(nothing, torch.zeros(0, 3))
-    zero.full_optimizer_state(nothing, "exp_avg")
-    zero.local_optimizer_state(nothing, "exp_avg")
-    with zero.GatheredParameters(model, modifier_rank=0):
-        assert nothing.shape == (0, 3)
-    on_tokens(model, rank, 5).backward()
-    zero.full_gradient(nothing)
-    zero.local_gradient(nothing)
-    opt.zero_grad()
-    engine.save(f"{folder}/saved")
-    engine.load(f"{folder}/saved")
-    opt.load_state_dict(opt.state_dict())
-    train(model, opt, rank, 2)
-    engine.detach()
-    assert nothing.shape == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "offload"), [(1, 2, "none"), (2, 1, "none"), (2, 3, "none"), (2, 2, "cpu"), (2, 3, "disk")]
-)
-def test_empty_parameters(pools: dict[int, RankPool], tmp_path: Path, world: int, stage: int, offload: str) -> None:
-    pools[world].run(empties, stage, offload, str(tmp_path))

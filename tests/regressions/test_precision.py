@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hf_zero as zero
 from tests.kit.pool import RankPool
-from tests.models import LanguageModel, ids, inputs, mlp, sgd, t5, token_loss
+from tests.models import LanguageModel, ids, sgd, t5, token_loss
 from tests.programs.precision import Attending, clip, mixtral
 
 pytestmark = pytest.mark.gloo
@@ -171,20 +171,6 @@ def test_matrices_of_attention_and_experts(two: RankPool) -> None:
     two.run(cast)
 
 
-def detached(rank: int, world: int) -> None:
-    """Parts compute in float32 again once the engine has gone."""
-    model = mlp()
-    engine = zero.shard(model, sgd(model), zero.ZeroConfig(stage=1), mixed_precision="bf16")
-    assert model[0](torch.ones(2, 16)).dtype == torch.bfloat16
-    engine.detach()
-    assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
-    assert model[0](torch.ones(2, 16)).dtype == torch.float32
-
-
-def test_a_detached_model_computes_in_float32(two: RankPool) -> None:
-    two.run(detached)
-
-
 # How gradients add up -------------------------------------------------------------------------------------------------
 
 
@@ -214,20 +200,6 @@ def accumulated(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_micro_steps_add_up_in_float32(two: RankPool, stage: int) -> None:
     two.run(accumulated, stage)
-
-
-def large(rank: int, world: int) -> None:
-    """Gradients whose mean float16 holds and whose sum it does not."""
-    for stage in (0, 2):
-        model = mlp(4)
-        zero.shard(model, sgd(model), zero.ZeroConfig(stage=stage, reduce_dtype="float16"))
-        (model[:-1](inputs(0, 0, 1, 4)) * 50_000.0).sum().backward()
-        grad = zero.full_gradient(model[-2].bias)
-        assert torch.equal(grad, torch.full((4,), 50_000.0).half().float()), grad
-
-
-def test_float16_reduces_do_not_overflow_by_summing(two: RankPool) -> None:
-    two.run(large)
 
 
 transformers.logging.set_verbosity_error()

@@ -115,35 +115,6 @@ def test_one_rank_per_replica_sends_what_plain_data_parallel_does(two: RankPool)
     assert measured["optimizer"] == memory["optimizer"], "state of all parameters on each rank"
 
 
-# Accessors --------------------------------------------------------------------------------------------------------------
-
-
-def edits(rank: int, world: int) -> None:
-    model, _, engine = sharded(3, 2)
-    torch.manual_seed(0)
-    plain = dict(LanguageModel(tied=True).named_parameters())
-    with zero.GatheredParameters(list(model.parameters()), modifier_rank=3):
-        if rank == 3:
-            for param in model.parameters():
-                param.data.add_(1.0)
-    for name, param in model.named_parameters():
-        assert torch.equal(zero.full_parameter(param), plain[name] + 1.0), name
-    zero.set_full_parameter(model.body.embed.weight, torch.full_like(plain["body.embed.weight"], 7.0))
-    values = model.state_dict()
-    assert not any(value.is_meta for value in values.values()), "host memory has room on every rank"
-    assert bool((values["body.embed.weight"] == 7.0).all())
-    torch.manual_seed(0)
-    model.load_state_dict(LanguageModel(tied=True).state_dict())
-    for name, param in model.named_parameters():
-        assert torch.equal(zero.full_parameter(param), plain[name]), name
-    engine.detach()
-    assert all(torch.equal(param, plain[name]) for name, param in model.named_parameters())
-
-
-def test_parameters_are_read_and_written(pools: dict[int, RankPool]) -> None:
-    pools[4].run(edits)
-
-
 # Debug mode -------------------------------------------------------------------------------------------------------------
 
 

@@ -99,8 +99,7 @@ def apart(rank: int, world: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     if rank == 0:
-        own = engine.own_buffers() if hasattr(engine, "own_buffers") else engine.buffers.apart()
-        with own, torch.no_grad():
+        with engine.own_buffers(), torch.no_grad():
             model(inputs(rank, 7))
     mine = model.blocks[0][1].running_mean.clone()
     everyone = [torch.empty_like(mine) for _ in range(world)]
