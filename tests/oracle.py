@@ -30,11 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_zero as zero
 from hf_zero import engine as core
 from tests.comparing import compare
-from tests.kit.transports import Limits
+from tests.kit.transports import ROADS
 from tests.models import ids, inputs, mlp, sgd
 from tests.settings import EVERYDAY, Setting, covering, is_sharded, product, rarest
 
-SMALL_UNITS = Limits(unit_bytes=600, run_bytes=300)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 WORLD_LIMIT_S = 60.0
@@ -211,8 +210,8 @@ class Run:
             settings = zero.ZeroConfig(**{**self.setting.config(str(self.folder)), **config})
             precision = self.setting.precision if self.setting.precision != "fp32" else "no"
             shard = core.shard if self.setting.alone else zero.shard
-            limits = {"limits": SMALL_UNITS} if self.setting.small else {}
-            engine = shard(model, optimizer, settings, mixed_precision=precision, **limits)
+            roads = ROADS[self.setting.roads].given if self.setting.roads else {}
+            engine = shard(model, optimizer, settings, mixed_precision=precision, **roads)
             self.trained.append(_Trained(model, model, optimizers, {}, engine))
             return model
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -398,7 +397,7 @@ class Run:
     def outcome(self) -> dict[str, Any]:
         """What training left: by model, weights with buffers, and optimizer state by parameter name."""
         found: dict[str, Any] = {"seen": self.seen}
-        if self.setting.small and self.setting.stage == 3:
+        if self.setting.roads == "small units" and self.setting.stage == 3:
             with torch._C.DisableTorchFunctionSubclass():  # else asking for the storage gathers the values
                 held = [name for name, p in self.model.named_parameters() if p.untyped_storage().nbytes()]
             assert not held, f"still gathered after the last step: {held}"

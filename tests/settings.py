@@ -47,7 +47,7 @@ class Setting:
         deferred: the model is built under `zero.Init`.
         debug: ranks compare what they must have alike.
         alone: the core shards the model, without observers (`hf_zero.engine.shard`): tests/engine/test_core_alone.py.
-        small: blocks are several units, down to single layers: tests/engine/test_small_units.py.
+        roads: what moves bytes, where it is not the usual: a name of tests/kit/transports.py.
     """
 
     ranks: int = 2
@@ -60,7 +60,7 @@ class Setting:
     deferred: bool = False
     debug: bool = False
     alone: bool = False
-    small: bool = False
+    roads: str = ""
 
     def __str__(self) -> str:
         default = Setting()

@@ -15,8 +15,8 @@ import torch
 import hf_zero as zero
 from tests.kit.common import Case, Result, batch, gpt2, optimizer_for, train_engine
 from tests.kit.deferred_wire import Hazard, Mode, Watch
-from tests.kit.offloading import SMALL, equal, pairwise, same, unequal, values
-from tests.kit.transports import Inflight, Meter, Roads, Storage
+from tests.kit.offloading import equal, pairwise, same, unequal, values
+from tests.kit.transports import SMALL, Inflight, Meter, Roads, Storage
 
 pytestmark = pytest.mark.gloo
 

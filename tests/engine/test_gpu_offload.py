@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.core.layout import itemsize
 from tests.kit.common import MODELS, Case, batch, optimizer_for
-from tests.kit.offloading import SMALL, pairwise, same, values
-from tests.kit.transports import Inflight, Link, Roads
+from tests.kit.offloading import pairwise, same, values
+from tests.kit.transports import SMALL, Inflight, Link, Roads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -132,7 +131,9 @@ def test_the_device_holds_no_optimizer_state(optimizer, params, tmp_path):
         torch.cuda.synchronize()
         seen.append(torch.cuda.memory_allocated() - before)
     spans = list(engine.layout.spans)
-    own = sum(span.numel * itemsize(span.spec.compute_dtype) for span in spans) if params == "none" else 0
+    own = (
+        sum(span.numel * getattr(torch, span.spec.compute_dtype).itemsize for span in spans) if params == "none" else 0
+    )
     # Buffers (masks, positions) and the batch, guards, and the allocator's 512-byte steps.
     assert own <= seen[-1] <= own + (256 << 10)
     assert seen[-1] == seen[3]

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.diagnostics.usage import predicted
 from tests.kit.common import gpt2, is_on_the_bar, loss_of, optimizer_for, take_steps
 from tests.kit.pool import RankPool
-from tests.kit.transports import Tier
 
 pytestmark = pytest.mark.gloo
 ROOM = 400_000
@@ -27,16 +25,16 @@ def steady(rank: int, world: int, room: int | None, settings: dict[str, Any]) ->
     optimizer = optimizer_for(model, 1)
     engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3, keep_gathered=room, **settings))
     take_steps(model, optimizer, rank, 0, 1)
-    recorder = engine.record()
-    before = engine.traffic["gather"].bytes
+    engine.record()
     take_steps(model, optimizer, rank, 2)
-    sent = engine.traffic["gather"].bytes - before
-    told, traffic = predicted(engine)
+    report = engine.report()
+    (gathered,) = (row for row in report.tiers if (row.tier, row.kind) == ("device", "gathered"))
+    (gather,) = (row for row in report.roads if row.road == "gather")
     sizes = {at: unit.gathered_bytes for at, unit in enumerate(engine.layout.units)}
     found = {
-        "sent": sent,
-        "planned": traffic.gather,
-        "peak": (recorder.peak["device"]["gathered"], told.peak[Tier.DEVICE]["gathered"]),
+        "sent": gather.measured_bytes,
+        "planned": gather.predicted_bytes,
+        "peak": (gathered.measured_peak, gathered.predicted_peak),
         "largest": max(sizes.values()),
         "kept": sum(sizes[at] for at in engine.plan.kept),
         "agree": engine.traffic["agree"].calls,

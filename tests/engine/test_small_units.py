@@ -15,4 +15,4 @@ pytestmark = pytest.mark.gloo
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_models_of_small_units(pools: dict[int, RankPool], name: str) -> None:
-    check(pools, f"architectures.{name}", [Setting(stage=stage, small=True) for stage in (2, 3)])
+    check(pools, f"architectures.{name}", [Setting(stage=stage, roads="small units") for stage in (2, 3)])

@@ -161,22 +161,6 @@ def train_engine(
     return result, engine
 
 
-def differences(ours: Result, reference: Result) -> tuple[float, float]:
-    """(largest, root mean square) over parameters and optimizer state; inf where keys, shapes or types differ."""
-    worst = float("inf"), float("inf")
-    if list(ours.params) != list(reference.params) or list(ours.state) != list(reference.state):
-        return worst
-    pairs = [(ours.params[name], reference.params[name]) for name in ours.params]
-    for index, entries in reference.state.items():
-        if set(entries) != set(ours.state[index]):
-            return worst
-        pairs += [(ours.state[index][key], entries[key]) for key in entries]
-    if any(mine.dtype != theirs.dtype or mine.shape != theirs.shape for mine, theirs in pairs):
-        return worst
-    gaps = torch.cat([(mine - theirs).double().flatten() for mine, theirs in pairs])
-    return (gaps.abs().max().item(), gaps.square().mean().sqrt().item()) if bool(gaps.isfinite().all()) else worst
-
-
 def holders(folder: str | os.PathLike[str]) -> int:
     """Processes that have a file of the folder open. The kernel frees a file that has neither a name nor a holder.
 

@@ -11,10 +11,8 @@ import torch
 
 import hf_zero as zero
 from tests.kit.common import MODELS, Case, Result, loss_of, optimizer_for
-from tests.kit.transports import Roads, Sizes
+from tests.kit.transports import SMALL, Roads
 
-SMALL = Sizes(block_numel=1536, loop_numel=512, slab_numel=2048)
-"""So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
 SMALL_ROADS = Roads(sizes=SMALL)
 
 

@@ -21,8 +21,8 @@ from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import SIZES, Meter, Sizes, Tier
 
 __all__ = [
-    "DONE", "LIMITS", "SIZES", "CollectiveWire", "Inflight", "Limits", "Link", "Meter", "PairWire", "Roads", "Sizes",
-    "Sockets", "SoloWire", "Storage", "Tier", "open_wire",
+    "DONE", "LIMITS", "ROADS", "SIZES", "SMALL", "CollectiveWire", "Inflight", "Limits", "Link", "Meter", "PairWire",
+    "Roads", "Sizes", "Sockets", "SoloWire", "Storage", "Tier", "open_wire",
 ]  # fmt: skip
 
 
@@ -55,3 +55,23 @@ class Roads:
         """Pass it as `zero.shard(..., **roads.given)`."""
         storage = partial(self.storage, open_link=self.link, sizes=self.sizes)
         return {"open_wire": self.wire, "open_storage": storage, "limits": self.limits}
+
+
+class LinkApart(Link):
+    """A link that copies, as to a device with memory of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_one_memory = False
+
+
+SMALL = Sizes(block_numel=1536, loop_numel=512, slab_numel=2048)
+"""So small that the spans of tiny models make several blocks and records, with shorter ones at the end."""
+ROADS = {
+    "": Roads(),
+    "small units": Roads(limits=Limits(unit_bytes=600, run_bytes=300)),
+    "small blocks": Roads(sizes=SMALL),
+    "small blocks, copied": Roads(sizes=SMALL, link=LinkApart),
+    "collectives": Roads(wire=CollectiveWire),
+}
+"""By the name that a row of tests/settings.py has."""

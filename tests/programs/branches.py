@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,3 +93,50 @@ def bad_batches(run: Run) -> None:
             continue
         run.optimizer.step()
         run.optimizer.zero_grad()
+
+
+class Rare(nn.Module):
+    """Only some batches use its `rare` layer, and its `shift` on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.often, self.rare, self.last = (nn.Linear(32, 32) for _ in range(4))
+        self.scale, self.shift, self.slope = (nn.Parameter(torch.full((32,), value)) for value in (1.0, 0.1, 0.9))
+
+    def forward(self, x: Tensor, rare: bool = False, shift: bool = False) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.scale
+        hidden = hidden + torch.tanh(self.often(hidden)) + (torch.tanh(self.rare(hidden)) if rare else 0)
+        out = self.last(hidden) * self.slope
+        return out + self.shift if shift else out
+
+
+def _rare_parts(run: Run, build: Callable[[Any], torch.optim.Optimizer], micros: int) -> None:
+    """Two groups, a schedule, clipped where micro-batches are added up. All parts have a gradient first, and a state."""
+    model = run.build(Rare)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    run.shard(model, build(groups))
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.7)
+    for step in range(4):
+        for micro in range(micros):
+            number = step * micros + micro
+            is_shifted = number % 3 == 0 or (number % 3 == 1 and run.rank == 0)
+            with contextlib.nullcontext() if micro + 1 == micros else run.no_sync(model):
+                out = model(run.inputs(number, 3, 32), rare=number % 3 == 0, shift=is_shifted)
+                out.square().mean().backward()
+        if micros > 1:
+            run.clip_grad_norm_(model, 0.05)
+        run.update()
+        scheduler.step()
+
+
+@program(reference="average", more={"ranks": (1, 2)})
+def rare_parts(run: Run) -> None:
+    _rare_parts(run, lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9), 1)
+
+
+@program(reference="average", more={"ranks": (1, 2)})
+def rare_parts_of_micro_batches(run: Run) -> None:
+    _rare_parts(run, lambda groups: torch.optim.Adam(groups, lr=1e-2, eps=1e-3, amsgrad=True), 2)

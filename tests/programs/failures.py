@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from tests.kit.injection import fails, instead
 from tests.models import LanguageModel, sgd, token_loss
 from tests.oracle import Run, program
 
@@ -260,3 +263,41 @@ def scaled_and_tried_again(run: Run) -> None:
         run.optimizer.zero_grad()
         run.forget_gradients()
         run.see(scaler.get_scale(), "the scale")
+
+
+@contextlib.contextmanager
+def failing_disk(kind: str) -> Iterator[None]:
+    """A system call on the file of the disk tier, which has no name, fails."""
+
+    def call(real: Any, fd: int, *args: Any) -> int:
+        is_tier = not os.fstat(fd).st_nlink
+        return int((fails(errno.EIO)(real, fd, *args)) if is_tier else real(fd, *args))
+
+    with instead(os, **{kind: call}):
+        yield
+
+
+@program(reference="average", only={"stage": (3,), "tier": ("disk", "disk/disk"), "replicas": (1,)})
+def disk_fails_in_backward(run: Run) -> None:
+    """For gradients, on one rank: every rank raises, nothing was updated, and training continues."""
+    run.trained_model(LanguageModel)
+
+    def both(step: int) -> None:
+        micro(run, 2 * step)
+        micro(run, 2 * step + 1)
+
+    both(0)
+    run.update()
+    for step, kind in enumerate(("pwritev", "preadv"), 1):
+        micro(run, 8)
+        tokens = run.ids(9)
+        loss = token_loss(run.model(tokens), tokens)
+        if run.engine_of(run.model) is not None:
+            run.engine_of(run.model).finish_step()
+        with failing_disk(kind) if run.rank == 1 and not run.is_plain else contextlib.nullcontext():
+            run.refuses(zero.TierError, "(?s)rank 1.*The disk failed|The disk failed.*rank 1", loss.backward)
+        run.refuses(zero.StateError, r"zero_grad\(\)", run.optimizer.step)
+        run.optimizer.zero_grad()
+        run.forget_gradients()
+        both(step)
+        run.update()

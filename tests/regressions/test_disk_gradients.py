@@ -1,21 +1,15 @@
-"""With `offload_optimizer="disk"` gradients are on disk: a rank's memory, and a disk that fails."""
+"""With `offload_optimizer="disk"` gradients are on disk: a rank's memory. Faults: `failures.disk_fails_in_backward`."""
 
 from __future__ import annotations
 
-import copy
-import errno
-import os
 import resource
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hf_zero as zero
-from tests.kit.injection import fails, instead
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -95,89 +89,3 @@ def test_gradients_take_no_host_memory(
 @pytest.mark.parametrize(("params", "limit_mib"), [("disk", 1536), ("none", 3072)])
 def test_671_million_parameters_in_little_memory(tmp_path: Path, params: str, limit_mib: int) -> None:
     in_a_limit(tmp_path, 160, 2048, params, limit_mib * MIB, 1200)
-
-
-# A disk that fails --------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """Three blocks of which one is not always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(24, 24) for _ in range(3))
-        self.spare = nn.Linear(24, 24)
-
-    def forward(self, x: Tensor, with_spare: bool = False) -> Tensor:
-        x = self.third(self.second(self.first(x).tanh()).tanh())
-        return self.spare(x) if with_spare else x
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 24, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def broken(rank: int, world: int, folder: str, kind: str, parameters: bool) -> list[str]:
-    """In a backward rank 1's disk fails for gradients: every rank raises, nothing was updated, and training continues."""
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    tiers = {"offload_optimizer": "disk", "offload_params": "disk" if parameters else "none"}
-    ways: list[tuple[Net, torch.optim.Optimizer, zero.Engine]] = []
-    for each, settings in ((model, tiers), (twin, {})):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        ways.append(
-            (each, optimizer, zero.shard(each, optimizer, zero.ZeroConfig(stage=3, offload_dir=folder, **settings)))
-        )
-
-    def step(number: int, way: int) -> None:
-        net, optimizer, engine = ways[way]
-        for micro in range(2):
-            net(batch(rank, 2 * number + micro)).square().sum().backward()
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.finish_step()
-
-    lock = threading.Lock()
-    failing = [False]
-
-    def call(real: Any, fd: int, *args: Any) -> int:
-        with lock:
-            if failing[0] and not os.fstat(fd).st_nlink:  # the file of the disk tier has no name
-                return int(fails(errno.EIO)(real, fd, *args))
-        return int(real(fd, *args))
-
-    step(0, 0), step(0, 1)
-    told = []
-    with instead(os, **{kind: call}):
-        net, optimizer, _ = ways[0]
-        net(batch(rank, 8)).square().sum().backward()
-        loss = net(batch(rank, 9)).square().sum()
-        failing[0] = rank == 1
-        try:
-            loss.backward()
-        except zero.TierError as error:
-            told.append(str(error))
-        failing[0] = False
-        try:
-            optimizer.step()
-        except zero.StateError as error:
-            told.append(str(error))
-        optimizer.zero_grad()
-    step(1, 0), step(1, 1)
-    for mine, theirs in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(zero.full_parameter(mine), zero.full_parameter(theirs))
-    for _, _, engine in ways:
-        engine.detach()
-    return told
-
-
-@pytest.mark.parametrize("parameters", [False, True])
-@pytest.mark.parametrize("kind", ["pwritev", "preadv"])
-def test_a_disk_that_fails_in_a_backward(two: RankPool, tmp_path: Path, kind: str, parameters: bool) -> None:
-    for told in two.run(broken, str(tmp_path), kind, parameters):
-        assert len(told) == 2, told
-        assert "rank 1" in told[0]
-        assert "The disk failed" in told[0]
-        assert "zero_grad()" in told[1]
