@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_zero import ConfigError, StateError, ZeroConfig
 from hf_zero.engine import shard
-from tests.kit.offloading import equal
+from tests.kit.bits import check_bits
 from tests.kit.pool import RankPool
 from tests.kit.rows import each_value
 from tests.kit.transports import ROADS
 from tests.models import adamw, inputs, mlp
-from tests.oracle import train
-from tests.programs import PROGRAMS
+from tests.programs.branches import rare_parts, rare_parts_of_micro_batches
+from tests.programs.loops import gpt2_clipped_and_accumulated
+from tests.programs.options import steps_in_backward
 from tests.settings import Setting
 
 ELSEWHERE = ("cpu", "disk", "cpu/cpu", "disk/disk", "cpu/disk", "disk/cpu", "none/cpu")
-NAMES = (
-    "branches.rare_parts", "branches.rare_parts_of_micro_batches", "loops.gpt2_clipped_and_accumulated",
-    "options.steps_in_backward",
-)  # fmt: skip
-"""The last one needs a tier."""
-
-
-def values(outcome: dict[str, Any]) -> list[Any]:
-    parts = (found.items() for part, found in outcome.items() if part != "seen")
-    return [*(value for _, value in outcome["seen"]), *(value for part in parts for _, value in part)]
-
-
-def differing(rank: int, world: int, name: str, rows: list[Setting], folder: str) -> list[str]:
-    """Rows of a program whose results are by a bit not those of the first."""
-    outcomes = (train(PROGRAMS[name], row, rank, world, f"{folder}/{at}", False) for at, row in enumerate(rows))
-    first, *others = map(values, outcomes)
-    return [f"{name}: {row}" for row, found in zip(rows[1:], others) if not equal(found, first)]
 
 
 def compare(pool: RankPool, folder: Path, stage: int, precision: str, world: int, roads: str = "small blocks") -> None:
-    for name in NAMES:
-        tiers = ELSEWHERE if name == NAMES[-1] else ("none", *ELSEWHERE)
+    for function in (rare_parts, rare_parts_of_micro_batches, gpt2_clipped_and_accumulated, steps_in_backward):
+        tiers = ELSEWHERE if function is steps_in_backward else ("none", *ELSEWHERE)
         every = [Setting(ranks=world, stage=stage, tier=tier, precision=precision, roads=roads) for tier in tiers]
         rows = [row for row in every if row.is_valid]
-        assert pool.run(differing, name, rows, str(folder / name)) == [[]] * world
+        check_bits(pool, function, rows, folder)
 
 
 @pytest.mark.parametrize(("case", "world"), each_value([(1, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32")], [1, 2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from tests.kit.bits import check_bits
 from tests.kit.pool import RankPool
 from tests.models import adamw, gpt2, ids
+from tests.oracle import Run
+from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
 TEXT = "".join(kind.__doc__ or "" for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.MultiheadAttention))
@@ -99,30 +103,21 @@ def test_every_rank_computes_with_what_the_codes_stand_for(
 
 # Stages and tiers -----------------------------------------------------------------------------------------------------
 
-PLACES: list[dict[str, Any]] = [
-    {"stage": 1},
-    {"stage": 2, "offload_optimizer": "cpu"},
-    {"stage": 3},
-    {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
-    {"stage": 3, "offload_optimizer": "disk", "offload_params": "disk"},
-]
 
-
-def results(rank: int, world: int, folder: str) -> list[tuple[list[float], dict[str, Tensor]]]:
-    found = []
-    for place in PLACES:
-        engine = sharded(wire="int8", offload_dir=folder if "disk" in place.values() else None, **place)
-        losses = [step(engine, number, rank) for number in range(5)]
-        found.append((losses, masters(engine)))
-    return found
+def coded(run: Run) -> None:
+    model = run.trained_model(functools.partial(gpt2, n_embd=64), functools.partial(adamw, lr=1e-3))
+    for number in range(5):
+        tokens = run.ids(number)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        run.see(loss, "loss")
+        run.update()
 
 
 def test_stages_and_tiers_have_the_same_numbers(two: RankPool, tmp_path: Path) -> None:
     """A master is exact wherever it is stored, and what is gathered is made of it alone."""
-    first, *others = two.run(results, str(tmp_path))[0]
-    for place, (losses, params) in zip(PLACES[1:], others):
-        assert losses == first[0], place
-        assert all(torch.equal(value, first[1][name]) for name, value in params.items()), place
+    places = [(1, "none"), (2, "cpu"), (3, "none"), (3, "cpu/cpu"), (3, "disk/disk")]
+    check_bits(two, coded, [Setting(stage=stage, tier=tier, wire="int8") for stage, tier in places], tmp_path)
 
 
 # What user code writes ------------------------------------------------------------------------------------------------

@@ -1,15 +1,22 @@
-"""Parameters that are bf16 themselves, beside float32 ones: masters are float32, and every stage gives the same values."""
+"""Parameters that are bf16 themselves: masters are float32, and every stage and tier gives the same bits."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import hf_zero as zero
+from tests import models
+from tests.kit.bits import check_bits
 from tests.kit.pool import RankPool
 from tests.models import ids, token_loss
-from tests.programs.architectures import Stack
+from tests.optimizers import Lars, MuonAndAdam
+from tests.oracle import Run
+from tests.programs.architectures import Stack, on_tokens
+from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
 
@@ -26,30 +33,66 @@ class Mixed(Stack):
         return x
 
 
-def small_steps(rank: int, world: int) -> None:
+def small_steps(run: Run) -> None:
     """Steps of 1e-5 are below the resolution of bf16 at 1: without float32 masters the norms would not move."""
-    results = []
-    for stage in (1, 2, 3):
-        torch.manual_seed(0)
-        model = Mixed()
-        start = {name: value.clone() for name, value in model.state_dict().items()}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
-        zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
-        for step in range(20):
-            batch = ids(rank, step)
-            token_loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert (zero.full_parameter(model.blocks[0].norm.weight).float() - 1).abs().max() > 5e-5
-        state = model.state_dict()
-        assert {name: value.dtype for name, value in state.items()} == {name: v.dtype for name, v in start.items()}
-        results.append({name: value for name, value in state.items() if rank == 0})
-    for state in results[1:]:
-        assert all(torch.equal(value, results[0][name]) for name, value in state.items())
+    model = run.trained_model(Mixed, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-5, weight_decay=0.0))
+    for step in range(20):
+        on_tokens(model, run.rank, step).backward()
+        run.update()
+    assert (zero.full_parameter(model.blocks[0].norm.weight).float() - 1).abs().max() > 5e-5
+    types = {name: value.dtype for name, value in Mixed().state_dict().items()}
+    assert {name: value.dtype for name, value in model.state_dict().items()} == types
 
 
-def test_steps_below_the_resolution_of_bfloat16_add_up(two: RankPool) -> None:
-    two.run(small_steps)
+def test_steps_below_the_resolution_of_bfloat16_add_up(two: RankPool, tmp_path: Path) -> None:
+    check_bits(two, small_steps, [Setting(stage=stage) for stage in (1, 2, 3)], tmp_path)
+
+
+def see_masters(run: Run) -> None:
+    for param in run.model.parameters():
+        run.see(zero.full_parameter(param), "a master")
+
+
+def over_matrices(run: Run) -> None:
+    """Parts in groups of their own are unfrozen, and others frozen. The optimizer has all matrices from the start."""
+    model = run.build(lambda: models.Mixed().bfloat16())
+    late = list(model.blocks[1].parameters())
+    for param in late:
+        param.requires_grad_(False)
+    optimizer = MuonAndAdam([p for p in model.parameters() if p.requires_grad])
+    optimizer.add_param_group({"params": [p for p in late if p.dim() == 2], "use_muon": True})
+    optimizer.add_param_group({"params": [p for p in late if p.dim() < 2], "use_muon": False})
+    run.shard(model, optimizer)
+    for step in range(6):
+        if step == 2:
+            for param in late:
+                param.requires_grad_(True)
+        if step == 4:
+            model.blocks[0].requires_grad_(False)
+        on_tokens(model, run.rank, step).backward()
+        run.update()
+        see_masters(run)
+
+
+def clipped_matrices(run: Run) -> None:
+    """Gradients are stored in the type they come in; with and without clipping."""
+    model = run.trained_model(lambda: models.Mixed().bfloat16(), lambda m: Lars(m.parameters()))
+    for step in range(3):
+        on_tokens(model, run.rank, step).backward()
+        if step == 1:
+            run.clip_grad_norm_(model, 0.05)
+        run.update()
+    see_masters(run)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_matrices_in_every_stage_and_tier(pools: dict[int, RankPool], tmp_path: Path, world: int) -> None:
+    places = [(0, "none"), (1, "none"), (3, "none"), (3, "cpu"), (3, "disk")]
+    rows = [Setting(ranks=world, stage=stage, tier=tier) for stage, tier in places]
+    check_bits(pools[world], over_matrices, rows, tmp_path)
+    if world == 1:
+        rows = [Setting(ranks=1, stage=2, tier=tier) for tier in ("none", "cpu", "disk")]
+        check_bits(pools[world], clipped_matrices, rows, tmp_path)
 
 
 def digits(rank: int, world: int) -> None:
