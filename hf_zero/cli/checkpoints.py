@@ -18,9 +18,7 @@ from ..errors import CheckpointError, ConfigError
 from .show import print_json
 
 
-def verify(name: str, as_json: bool) -> None:
-    folder = Path(name)
-    _check_folder(folder)
+def verify(folder: Path, as_json: bool) -> None:
     started = time.perf_counter()
     with _progress() as note:
         is_model = (folder / "config.json").is_file() and not (folder / "optimizer").exists()
@@ -31,30 +29,22 @@ def verify(name: str, as_json: bool) -> None:
         manifest = verify_folder(folder, progress=note)
     taken_s = max(time.perf_counter() - started, 1e-9)
     if as_json:
-        found = {"folder": name, "whole": True, "files": len(manifest.files), "bytes": manifest.total_bytes}
+        found = {"folder": str(folder), "whole": True, "files": len(manifest.files), "bytes": manifest.total_bytes}
         print_json({**found, "seconds": taken_s, "facts": dict(manifest.facts)})
         return
     rate = manifest.total_bytes / 1e9 / taken_s
     print(f"{folder}: complete; {len(manifest.files)} files, {manifest.total_bytes:,} bytes, {rate:.2f} GB/s")
 
 
-def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise ConfigError(f"{folder} is a file: expected a checkpoint's folder")
-    if not folder.is_dir():
-        raise ConfigError(f"no such folder: {folder}")
-
-
-def export(name: str, values: Mapping[str, Any], as_json: bool) -> None:
+def export(folder: Path, values: Mapping[str, Any], as_json: bool) -> None:
     """Export with the arguments of `zero.export`."""
-    _check_folder(Path(name))
     uploaded = values["push_to_hub"]
     if values["output"] is None and uploaded is None:
         raise ConfigError("Choose where to export: --output DIR, --push-to-hub USER/REPO, or both.")
     with _progress() as note, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            target = exports.export(name, **{**values, "private": values["private"] or None}, progress=note)
+            target = exports.export(folder, **{**values, "private": values["private"] or None}, progress=note)
         except ConfigError as error:
             raise ConfigError(str(error).replace("overwrite=True", "--overwrite")) from error
     notes = list(dict.fromkeys(str(each.message) for each in caught if each.category is UserWarning))
@@ -62,13 +52,13 @@ def export(name: str, values: Mapping[str, Any], as_json: bool) -> None:
         print(f"hf-zero: {line}", file=sys.stderr)
     if as_json:
         output = None if target is None else str(target)
-        print_json({"folder": name, "output": output, "push_to_hub": uploaded, "notes": notes})
+        print_json({"folder": str(folder), "output": output, "push_to_hub": uploaded, "notes": notes})
         return
     if target is not None:
-        print(f"{name} exported to {target}")
+        print(f"{folder} exported to {target}")
     if uploaded is not None:
         branch = f", branch {values['revision']}" if values["revision"] else ""
-        print(f"{name} uploaded to {uploaded}{branch}")
+        print(f"{folder} uploaded to {uploaded}{branch}")
 
 
 @contextmanager

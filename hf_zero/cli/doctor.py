@@ -190,8 +190,6 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
     from ..comm.watch import STALL_S
     from ..huggingface.plugin import ZeroAccelerator
 
-    if offload_dir is not None and not Path(offload_dir).is_dir():
-        raise ConfigError(f"no such folder: {offload_dir}. --offload-dir measures the disk of an existing folder.")
     writable(output)
     busy = busy_share()
     # Joins the ranks that torchrun started, and reports which device is this rank's.

@@ -5,9 +5,11 @@ A command's implementation is imported when the command runs: help and completio
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -17,10 +19,8 @@ from ..errors import ConfigError, ZeroError
 from ..version import __version__
 from . import OK, USAGE, WRONG
 
-_MOST_NAME = 255
-"""Bytes of one name in a path on Linux."""
 MOST_RANKS = 1 << 16
-"""Ranks that `plan` accepts."""
+MOST_ROWS = 10**6
 app = typer.Typer(
     help="Plan memory, check and export checkpoints, report runs. Exit status: 0 all is well; "
     "1 something is wrong or failed; 2 invalid arguments.",
@@ -32,12 +32,6 @@ app = typer.Typer(
 # Arguments ----------------------------------------------------------------------------------------
 
 
-def _check_name(value: str | None) -> str | None:
-    if value is not None and max(map(len, value.split("/"))) > _MOST_NAME:
-        raise ConfigError(f"a name is longer than {_MOST_NAME} characters: {value[:40]!r}…")
-    return value
-
-
 def _check_size(value: str | None, parameter: typer.CallbackParam) -> str | None:
     if value is not None:
         parse_bytes(value, parameter.opts[0])
@@ -45,11 +39,20 @@ def _check_size(value: str | None, parameter: typer.CallbackParam) -> str | None
 
 
 def _path(help: str, metavar: str) -> Any:
-    return typer.Argument(help=help, metavar=metavar, callback=_check_name)
+    return typer.Argument(help=help, metavar=metavar)
+
+
+def _folder(help: str) -> Any:
+    return typer.Argument(help=help, metavar="DIR", exists=True, file_okay=False)
 
 
 def _flag(help: str, metavar: str | None = None) -> Any:
     return typer.Option(help=help, metavar=metavar)
+
+
+def _switch(name: str, help: str) -> Any:
+    """Return a flag without a value, and without its negation."""
+    return typer.Option(f"--{name}", help=help)
 
 
 def _count(help: str, most: int, metavar: str | None = None, least: int = 1) -> Any:
@@ -69,54 +72,77 @@ def _setting(name: str, metavar: str | None = None) -> Any:
     return _flag(_help_of(name), metavar)
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Print a traceback with an error.")]
+Json = Annotated[bool, _switch("json", "Print JSON.")]
+Debug = Annotated[bool, _switch("debug", "Print a traceback with an error.")]
+
+# Of `plan` and `simulate`.
+Model = Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")]
+Ranks = Annotated[int, _count("Number of ranks.", MOST_RANKS)]
+Precision = Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")]
+Batch = Annotated[int, _count("Sequences of a rank (or group of --zero-sp-size) per forward.", MOST_ROWS, "ROWS")]
+Tokens = Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")]
+Accumulation = Annotated[int, _count("Micro-batches per step.", MOST_ROWS, "N")]
+Checkpointing = Annotated[bool, _switch("gradient-checkpointing", "Keep only the blocks' inputs for backward.")]
+Machine = Annotated[
+    str | None, _flag("Sizes and speeds of one rank, as `hf-zero probe` writes them; simulate: an H100's.", "FILE")
+]
+Keep = Annotated[str | None, _size("Device memory for units that stay gathered.")]
 Offload = Literal["none", "cpu", "disk", "auto"]
-Wire = Literal["none", "int8", "fp8"]
+Activations = Annotated[Literal["none", "cpu", "disk"], _setting("offload_activations")]
+Sharing = Annotated[int, _count(_help_of("sp_size"), MOST_RANKS, "S")]
+Chunked = Annotated[Literal["false", "true", "auto"], _setting("chunked_loss")]
+Units = Annotated[str, _setting("units", "NAMES")]
+Replicas = Annotated[int, _count(_help_of("replicas"), MOST_RANKS, "R")]
+Wire = Annotated[Literal["none", "int8", "fp8"], _setting("wire")]
+
+
+def _config(given: Mapping[str, Any], stage: int) -> ZeroConfig:
+    """Return the settings that flags of their names give."""
+    flags = ((name, flag) for name in ZeroConfig.__dataclass_fields__ for flag in (name, f"zero_{name}"))
+    settings = {name: given[flag] for name, flag in flags if flag in given}
+    config = ZeroConfig(**{**settings, "stage": stage})
+    config.check_world_size(given["world_size"])
+    return config
 
 
 # Commands -----------------------------------------------------------------------------------------
 
 
 def plan(
-    model: Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")],
-    world_size: Annotated[int, _count("Number of ranks.", MOST_RANKS)] = 8,
+    model: Model,
+    world_size: Ranks = 8,
     zero_stage: Annotated[int | None, _flag("Only this stage, with all details.", "[0|1|2|3]")] = None,
-    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")] = "bf16",
+    mixed_precision: Precision = "bf16",
     device_memory: Annotated[str | None, _size("Device memory per rank, such as 24GiB.")] = None,
     host_memory: Annotated[str | None, _size("Host memory per rank.")] = None,
-    batch: Annotated[int, _count("Sequences of a rank (or group of --zero-sp-size) per forward.", 10**6, "ROWS")] = 1,
-    sequence: Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")] = 2048,
-    accumulation: Annotated[int, _count("Micro-batches per step.", 10**6, "N")] = 1,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
-    ] = False,
-    zero_offload_activations: Annotated[Literal["none", "cpu", "disk"], _setting("offload_activations")] = "none",
-    zero_sp_size: Annotated[int, _count(_help_of("sp_size"), MOST_RANKS, "S")] = 1,
-    zero_chunked_loss: Annotated[Literal["false", "true", "auto"], _setting("chunked_loss")] = "false",
+    batch: Batch = 1,
+    sequence: Tokens = 2048,
+    accumulation: Accumulation = 1,
+    gradient_checkpointing: Checkpointing = False,
+    zero_offload_activations: Activations = "none",
+    zero_sp_size: Sharing = 1,
+    zero_chunked_loss: Chunked = "false",
     lora: Annotated[int, _count("Train LoRA matrices of this rank; the model is frozen.", 10**4, "RANK", 0)] = 0,
     load_in_4bit: Annotated[
-        bool, typer.Option("--load-in-4bit", help="With --lora: the frozen model is quantized (QLoRA).")
+        bool, _switch("load-in-4bit", "With --lora: the frozen model is quantized (QLoRA).")
     ] = False,
     zero_offload_optimizer: Annotated[Offload, _setting("offload_optimizer")] = "none",
     zero_offload_params: Annotated[Offload, _setting("offload_params")] = "none",
     zero_step_in_backward: Annotated[
-        bool, typer.Option("--zero-step-in-backward", help="Update offloaded units in backward.")
+        bool, _switch("zero-step-in-backward", "Update offloaded units in backward.")
     ] = False,
     zero_reduce_dtype: Annotated[str | None, _setting("reduce_dtype", "DTYPE")] = None,
     zero_full_precision: Annotated[str, _setting("full_precision", "NAMES")] = "",
-    zero_units: Annotated[str, _setting("units", "NAMES")] = "",
-    zero_replicas: Annotated[int, _count(_help_of("replicas"), MOST_RANKS, "R")] = 1,
-    zero_wire: Annotated[Wire, _setting("wire")] = "none",
-    keep_gathered: Annotated[str | None, _size("Device memory for units that stay gathered.")] = None,
+    zero_units: Units = "",
+    zero_replicas: Replicas = 1,
+    zero_wire: Wire = "none",
+    keep_gathered: Keep = None,
     disk_space: Annotated[str | None, _size("Space per rank in the offload folder.")] = None,
     optimizer_tensors: Annotated[int, _count("State tensors per parameter; Adam has 2.", 100, least=0)] = 2,
-    machine: Annotated[
-        str | None, _flag("Sizes and speeds of one rank, as `hf-zero probe` writes them.", "FILE")
-    ] = None,
+    machine: Machine = None,
     json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Predict memory per rank, and what fits which GPU, before anything runs.
 
     MODEL is a size (7B, 350M), a name (llama3-8b, meta-llama/Meta-Llama-3-8B, gpt2), or a local
@@ -132,52 +158,26 @@ def plan(
 
     Exit status 1: nothing fits the memory that was given.
     """
+    given = locals()
     if load_in_4bit and not lora:
         raise ConfigError("--load-in-4bit needs --lora RANK: quantized weights are frozen")
-    config = ZeroConfig(
-        stage=max(STAGES) if zero_stage is None else zero_stage,
-        offload_optimizer=zero_offload_optimizer,
-        offload_params=zero_offload_params,
-        step_in_backward=zero_step_in_backward,
-        reduce_dtype=zero_reduce_dtype,
-        full_precision=zero_full_precision,
-        units=zero_units,
-        replicas=zero_replicas,
-        sp_size=zero_sp_size,
-        chunked_loss=zero_chunked_loss,
-        offload_activations=zero_offload_activations,
-        wire=zero_wire,
-        device_memory=device_memory,
-        keep_gathered=keep_gathered,
-        host_memory=host_memory,
-    )
-    config.check_world_size(world_size)
-    from .models import build, look_up
+    config = _config(given, max(STAGES) if zero_stage is None else zero_stage)
+    from .models import look_up
 
-    what, source = look_up(model)  # before torch is imported: wrong names are refused at once
+    found = look_up(model)  # before torch is imported: wrong names are refused at once
     from .plan import Asked, machine_of, run
 
-    dtype = {"no": "float32", "fp16": "float16"}.get(mixed_precision, "bfloat16")
-    found = build(model, what, source, lora, dtype, load_in_4bit)
-    speeds, measured = machine_of(config, world_size, machine, disk_space)
-    asked = Asked(
-        model=found,
-        config=config,
-        world_size=world_size,
-        mixed_precision=mixed_precision,
-        batch=None if found.architecture is None else batch,
-        sequence=sequence,
-        accumulation=accumulation,
-        gradient_checkpointing=gradient_checkpointing or zero_offload_activations != "none",
-        optimizer_tensors=optimizer_tensors,
-        machine=speeds,
-        source=measured,
-    )
-    raise typer.Exit(run(asked, zero_stage is None, json))
+    speeds, source = machine_of(config, world_size, machine, disk_space)
+    return run(Asked.of(given, config, found, speeds, source=source), zero_stage is None, json)
 
 
 def probe(
-    offload_dir: Annotated[str | None, _flag("Folder on the disk to measure (default: temporary).", "DIR")] = None,
+    offload_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder on the disk to measure (default: temporary).", metavar="DIR", exists=True, file_okay=False
+        ),
+    ] = None,
     output: Annotated[str | None, _flag("Write the result only there.", "FILE")] = None,
     json: Json = False,
     debug: Debug = False,
@@ -196,37 +196,33 @@ def probe(
     """
     from .doctor import probe as run
 
-    run(offload_dir, output, json)
+    run(None if offload_dir is None else str(offload_dir), output, json)
 
 
 def simulate(
-    model: Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")],
-    world_size: Annotated[int, _count("Number of ranks.", 1 << 14)] = 8,
-    nodes: Annotated[int, _count("Number of machines, with equal numbers of ranks.", 1 << 14)] = 1,
+    model: Model,
+    world_size: Ranks = 8,
+    nodes: Annotated[int, _count("Number of machines, with equal numbers of ranks.", MOST_RANKS)] = 1,
     zero_stage: Annotated[int, _setting("stage", "[0|1|2|3]")] = 2,
-    mixed_precision: Annotated[Literal["no", "bf16"], _flag("Compute precision.")] = "bf16",
-    accumulation: Annotated[int, _count("Micro-batches per step.", 256, "N")] = 1,
-    batch: Annotated[int, _count("Sequences per rank and forward.", 10**6, "ROWS")] = 1,
-    sequence: Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")] = 128,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Keep only the blocks' inputs for backward.")
-    ] = False,
-    zero_offload_activations: Annotated[Literal["none", "cpu"], _setting("offload_activations")] = "none",
-    zero_sp_size: Annotated[int, _count(_help_of("sp_size"), 1 << 14, "S")] = 1,
-    zero_chunked_loss: Annotated[Literal["false", "true", "auto"], _setting("chunked_loss")] = "false",
+    mixed_precision: Precision = "bf16",
+    accumulation: Accumulation = 1,
+    batch: Batch = 1,
+    sequence: Tokens = 128,
+    gradient_checkpointing: Checkpointing = False,
+    zero_offload_activations: Activations = "none",
+    zero_sp_size: Sharing = 1,
+    zero_chunked_loss: Chunked = "false",
     network: Annotated[
         Literal["nvlink", "infiniband", "ethernet"], _flag("Between machines; within one it is NVLink.")
     ] = "infiniband",
     adapters: Annotated[
-        int, _count("Network adapters of one machine; 0: one for each of its ranks.", 1 << 14, "N", 0)
+        int, _count("Network adapters of one machine; 0: one for each of its ranks.", MOST_RANKS, "N", 0)
     ] = 0,
-    machine: Annotated[
-        str | None, _flag("Speeds of one rank, as `hf-zero probe` writes them (default: an H100's).", "FILE")
-    ] = None,
-    zero_units: Annotated[str, _setting("units", "NAMES")] = "",
-    zero_replicas: Annotated[int, _count(_help_of("replicas"), 1 << 14, "R")] = 1,
-    zero_wire: Annotated[Wire, _setting("wire")] = "none",
-    keep_gathered: Annotated[str | None, _size("Device memory per rank for units that stay gathered.")] = None,
+    machine: Machine = None,
+    zero_units: Units = "",
+    zero_replicas: Replicas = 1,
+    zero_wire: Wire = "none",
+    keep_gathered: Keep = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -243,46 +239,22 @@ def simulate(
       hf-zero simulate llama3-8b --world-size 64 --nodes 8 --zero-stage 3 --keep-gathered 4GiB
       hf-zero simulate llama3-8b --zero-stage 3 --sequence 131072 --zero-sp-size 8
     """
+    given = locals()
     if world_size % nodes:
         raise ConfigError(f"{world_size} ranks do not divide by {nodes} nodes")
-    config = ZeroConfig(
-        stage=zero_stage,
-        replicas=zero_replicas,
-        sp_size=zero_sp_size,
-        chunked_loss=zero_chunked_loss,
-        offload_activations=zero_offload_activations,
-        wire=zero_wire,
-        units=zero_units,
-        keep_gathered=keep_gathered,
-    )
-    config.check_world_size(world_size)
-    from .models import build, look_up
+    config = _config(given, zero_stage)
+    from .models import look_up
 
-    what, source = look_up(model)
+    found = look_up(model)
     from .plan import Asked
     from .simulate import hardware, run
 
-    offloads = zero_offload_activations != "none"
-    speeds, links = hardware(mixed_precision, world_size, nodes, network, adapters, machine, uses_link=offloads)
-    found = build(model, what, source)
-    asked = Asked(
-        model=found,
-        config=config,
-        world_size=world_size,
-        mixed_precision=mixed_precision,
-        batch=None if found.architecture is None else batch,
-        sequence=sequence,
-        accumulation=accumulation,
-        gradient_checkpointing=gradient_checkpointing or offloads,
-        optimizer_tensors=2,
-        machine=speeds,
-        network=links,
-    )
-    run(asked, links, json)
+    speeds, links = hardware(given)
+    run(Asked.of(given, config, found, speeds, network=links), links, json)
 
 
 def verify(
-    folder: Annotated[str, _path("Checkpoint folder with zero_manifest.json.", "DIR")],
+    folder: Annotated[Path, _folder("Checkpoint folder with zero_manifest.json.")],
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -300,16 +272,14 @@ def verify(
 
 
 def export(
-    folder: Annotated[str, _path("Checkpoint folder, or any folder that from_pretrained loads.", "DIR")],
+    folder: Annotated[Path, _folder("Checkpoint folder, or any folder that from_pretrained loads.")],
     output: Annotated[str | None, _flag("Folder to write, new or empty.", "DIR")] = None,
     push_to_hub: Annotated[str | None, _flag("Upload; the repository is created if needed.", "USER/REPO")] = None,
     dtype: Annotated[str | None, _flag("Cast the weights.", "|".join(DTYPES))] = None,
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    private: Annotated[bool, _switch("private", "Create the repository as private.")] = False,
     revision: Annotated[str | None, _flag("Branch to upload to; created if needed.", "BRANCH")] = None,
     commit_message: Annotated[str | None, _flag("Of the upload.", "TEXT")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into an --output with files; replace its weights.")
-    ] = False,
+    overwrite: Annotated[bool, _switch("overwrite", "Write into an --output with files; replace its weights.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -357,7 +327,7 @@ def migrate(
     file: Annotated[str, _path("DeepSpeed JSON, accelerate YAML or fsdp_config.", "FILE")],
     json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Translate settings of DeepSpeed or FSDP.
 
     FILE is a DeepSpeed JSON, an accelerate YAML (DeepSpeed or FSDP), or the Trainer's fsdp_config.
@@ -373,14 +343,14 @@ def migrate(
     """
     from .migrate import run
 
-    raise typer.Exit(run(file, json))
+    return run(file, json)
 
 
 def doctor(
     offload_dir: Annotated[str | None, _flag("Folder for the disk tier (default: temporary).", "DIR")] = None,
     json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Check this machine: GPUs, backend, versions, memory, disk, accelerate's configuration.
 
     \b
@@ -392,7 +362,7 @@ def doctor(
     """
     from .doctor import run
 
-    raise typer.Exit(run(offload_dir, json))
+    return run(offload_dir, json)
 
 
 def _print_version(asked: bool) -> None:
@@ -422,36 +392,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if bad := next((word for word in words if "\0" in word), None):
-            raise ConfigError(f"an argument has a null character: {bad[:40]!r}")
+            raise ConfigError(f"an argument has a null character: {bad!r}")
         return int(app(words, prog_name="hf-zero", standalone_mode=False) or OK)
     except SystemExit as end:  # completion in a shell
         return int(end.code or 0)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
+        status, text = _described(error)
         # Names in files may contain control characters, which could move the terminal's cursor.
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _words(error))
-        print(f"hf-zero: {line}", file=sys.stderr)
-        return USAGE if isinstance(error, ConfigError) or _is_typers(error) else WRONG
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        print(f"hf-zero: {line if len(line) < 900 else f'{line[:300]} … {line[-300:]}'}", file=sys.stderr)
+        return status
 
 
-def _is_typers(error: Exception) -> bool:
-    """Return True for invalid arguments. Newer versions of typer have a copy of click's classes of errors."""
-    return isinstance(error, typer.BadParameter.__mro__[2])
-
-
-def _words(error: Exception) -> str:
+def _described(error: Exception) -> tuple[int, str]:
+    """Return the exit status and the words for an error."""
     if isinstance(error, ZeroError):
-        return str(error)
-    if _is_typers(error):
+        return USAGE if isinstance(error, ConfigError) else WRONG, str(error)
+    if isinstance(error, typer.BadParameter.__mro__[2]):  # newer versions of typer have a copy of click's classes
         typed: Any = error
         command = "hf-zero" if getattr(typed, "ctx", None) is None else typed.ctx.command_path
-        return f"{typed.format_message().rstrip('.')}. See {command} --help."
+        return USAGE, f"{typed.format_message().rstrip('.')}. See {command} --help."
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        status = USAGE if error.errno == errno.ENAMETOOLONG else WRONG
+        return status, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, (OSError, ValueError)):
-        return str(error)
-    return f"Unexpected error: {type(error).__name__}: {error}. Rerun with --debug for a traceback."
+        return WRONG, str(error)
+    return WRONG, f"Unexpected error: {type(error).__name__}: {error}. Rerun with --debug for a traceback."
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from .files import read_settings
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..core.layout import Layout, ParamSpec
+    from ..core.layout import Layout
     from ..core.precision import Precision
-    from ..plan.plan import Drafter
 
 _MOST_PARAMETERS = 10**14
 _LEAST_PARAMETERS = 10**6
@@ -73,9 +72,9 @@ def look_up(given: str) -> tuple[What, str]:
     if count is not None:
         return _sized(given, count)
     if _NO_SIZE.fullmatch(given):
-        raise ConfigError(f"{_short(given)!r} is not a size: write 7B, 1.3B, 350M or 7_000_000_000")
+        raise ConfigError(f"{given!r} is not a size: write 7B, 1.3B, 350M or 7_000_000_000")
     if _is_path(given):
-        raise ConfigError(f"no such folder or file: {_short(given)}")
+        raise ConfigError(f"no such folder or file: {given}")
     return built_in(given) or _on_hub(given), ""
 
 
@@ -99,10 +98,6 @@ def _sized(text: str, count: int) -> tuple[Config, str]:
     blocks = "" if sizes is None else f"{sizes.layers} blocks of width {sizes.hidden:,}, "
     source = f" ({config.source})" if config.source else ""
     return config, f"structure assumed: {blocks}as {name}{source}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def _is_path(text: str) -> bool:
@@ -129,7 +124,7 @@ def _on_hub(name: str) -> Path:
             f"Did you mean {' or '.join(near)}?" if near else "Known without the Hub: gpt2-xl, llama-3-8b and others."
         )
         raise ConfigError(
-            f"no model {_short(name)!r}: it is not a size, a folder or a built-in name, and the Hub has no configuration of it "
+            f"no model {name!r}: it is not a size, a folder or a built-in name, and the Hub has no configuration of it "
             f"or does not answer ({_first_line(error)}). {meant}"
         ) from error
 
@@ -205,7 +200,7 @@ def _adapter(name: str, folder: Path) -> Any:
     except Exception as error:  # from PEFT or the base's class
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"{name} is an adapter of {_short(base)!r}, and cannot be planned with it: {kind}{_first_line(error)}. "
+            f"{name} is an adapter of {base!r}, and cannot be planned with it: {kind}{_first_line(error)}. "
             f"Set base_model_name_or_path in {folder / ADAPTER}"
         ) from error
 
@@ -246,14 +241,9 @@ def _layouts(model: nn.Module) -> Callable[..., Layout]:
     from ..plan.plan import Drafter
 
     @cache
-    def drafted(precision: Precision, units: tuple[str, ...]) -> tuple[Drafter, list[list[ParamSpec]]]:
-        drafter = Drafter(model, precision, units=units)
-        return drafter, drafter.specs(dict.fromkeys(drafter.names, 0))
-
-    @cache
     def layout(precision: Precision, shards: int, units: tuple[str, ...] = ()) -> Layout:
-        drafter, specs = drafted(precision, units)
-        return drafter.layout(specs, shards)
+        drafter = Drafter(model, precision, units=units)
+        return drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), shards)
 
     return layout
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from ..config import STAGES, ZeroConfig, parse_bytes, size_text
+from ..config import DTYPE_ALIASES, STAGES, ZeroConfig, parse_bytes, size_text
 from ..core.precision import Precision
 from ..errors import ConfigError
 from ..plan.costs import KINDS, STATES, TIERS
@@ -19,12 +19,12 @@ from ..plan.machine import MARGIN, Machine, here, host_name, kept
 from ..plan.network import Network
 from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
-from ..plan.solve import PlanInputs
+from ..plan.solve import PlanInputs, excess
 from ..plan.work import ROADS
 from ..tiers.tier import Tier
 from . import OK, WRONG
 from .files import cache_folder
-from .models import Model
+from .models import Model, What, build
 from .show import as_command, as_training_arguments, pasted, print_json, ranks_text, seconds, short_size, table, text
 
 GPUS = {
@@ -54,27 +54,45 @@ _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host"
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The inputs of a plan: a model, a machine, and the settings of the command."""
+    """The inputs of a plan: a model, a machine, and the flags of the command."""
 
     model: Model
     config: ZeroConfig
     world_size: int
     mixed_precision: str
-    batch: int | None
-    """Sequences per rank and forward; None: activations are not counted."""
+    batch: int
+    """Sequences per rank and forward."""
     sequence: int
     accumulation: int
     gradient_checkpointing: bool
-    optimizer_tensors: int
+    optimizer_tensors: int = 2
     machine: Machine
     source: str = ""
     """Source of the machine's numbers."""
     network: Network | None = None
     """Links between ranks; None: those of the machine."""
 
+    @staticmethod
+    def of(
+        given: Mapping[str, Any], config: ZeroConfig, found: tuple[What, str], machine: Machine, **more: Any
+    ) -> Asked:
+        """Build from the flags of a command.
+
+        Args:
+            found: what the name of the model means, from `look_up`.
+
+        Raises:
+            ConfigError: no model can be made of its configuration.
+        """
+        dtype = DTYPE_ALIASES.get(given["mixed_precision"], "float32")
+        model = build(given["model"], *found, given.get("lora", 0), dtype, given.get("load_in_4bit", False))
+        flags = {item.name: given[item.name] for item in fields(Asked) if item.name in given}
+        flags["gradient_checkpointing"] |= config.offload_activations != "none"
+        return Asked(**{**flags, **more, "model": model, "config": config, "machine": machine})
+
     @property
     def tokens(self) -> str:
-        if self.batch is None:
+        if self.model.architecture is None:
             return "activations not counted"
         sharing = "rank" if self.config.sp_size == 1 else f"group of {self.config.sp_size} ranks"
         return f"batch {self.batch:,} of {self.sequence:,} tokens per {sharing}"
@@ -83,29 +101,19 @@ class Asked:
         """Plan with other settings of `ZeroConfig`.
 
         Raises:
-            ConfigError: the settings do not combine, or `auto` finds no placement.
+            ConfigError: the settings do not combine.
         """
-        return plan(self.inputs(**settings))
-
-    def inputs(self, **settings: Any) -> PlanInputs:
-        config = replace(self.config, **settings)
+        config, model = replace(self.config, **settings), self.model
         precision = Precision.of(self.mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
-        model = self.model
-        batch = None if self.batch is None else Batch(
+        batch = None if model.architecture is None else Batch(
             self.batch, self.sequence, self.gradient_checkpointing, config.offload_activations, model.architecture,
             config.sp_size, config.chunked_loss,
         )  # fmt: skip
-        return PlanInputs(
-            model.layout(precision, config.shards(self.world_size), tuple(config.units)),
-            self.machine,
-            config,
-            self.world_size,
-            precision,
-            self.optimizer_tensors,
-            batch,
-            self.accumulation,
+        layout = model.layout(precision, config.shards(self.world_size), tuple(config.units))
+        return plan(PlanInputs(
+            layout, self.machine, config, self.world_size, precision, self.optimizer_tensors, batch, self.accumulation,
             network=self.network,
-        )
+        ))  # fmt: skip
 
 
 def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
@@ -113,50 +121,39 @@ def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
     plans, refused = [], {}
     for stage in sorted(STAGES) if all_stages else [asked.config.stage]:
         try:
-            inputs = asked.inputs(stage=stage)
+            plans.append(asked.plan(stage=stage))
         except ConfigError as error:
             refused[stage] = str(error)
-            if not all_stages:
-                raise
-            continue
-        try:
-            plans.append(plan(inputs))
-        except ConfigError as error:  # `auto` finds no placement
-            refused[stage] = str(error)
-    if not plans and not asked.config.is_auto:
+    if not plans:
         raise ConfigError("; ".join(dict.fromkeys(refused.values())))
-    suggested = best(asked) if all_stages or not any(made.fits for made in plans) else None
-    found = any(made.fits for made in plans) or (all_stages and suggested is not None)
+    fits = any(made.fits for made in plans)
+    suggested = best(asked, plans[0].inputs.budgets) if all_stages or not fits else None
+    status = OK if fits or (all_stages and suggested is not None) else WRONG
     if as_json:
         values = [{"model": asked.model.name, "structure": asked.model.source or "the model's own",
                    "mixed_precision": asked.mixed_precision, **made.to_dict()} for made in plans]  # fmt: skip
-        print_json(values if all_stages else values[0] if values else {"fits": False, "shortfall": refused})
-        return OK if found else WRONG
+        print_json(values if all_stages else values[0])
+        return status
     console = Console()
-    if plans:
-        layout = plans[0].layout
-        share = layout.trainable_numel / asked.model.parameters
-        trained = "" if share == 1 else f" ({share:.2%} trainable)"
-        precision = {"no": "float32"}.get(asked.mixed_precision, asked.mixed_precision)
-        title = f"{asked.model.name}: {asked.model.parameters:,} parameters{trained}, {precision}"
-        text(console, f"{title}, {ranks_text(asked.world_size)}, {asked.tokens}", "bold")
-    if all_stages or not found:  # the one stage that was asked for does not fit
-        _show_answer(console, asked, suggested)
+    share = plans[0].layout.trainable_numel / asked.model.parameters
+    trained = "" if share == 1 else f" ({share:.2%} trainable)"
+    precision = "float32" if asked.mixed_precision == "no" else asked.mixed_precision
+    title = f"{asked.model.name}: {asked.model.parameters:,} parameters{trained}, {precision}"
+    text(console, f"{title}, {ranks_text(asked.world_size)}, {asked.tokens}", "bold")
+    if all_stages or not fits:  # the one stage that was asked for does not fit
+        _show_answer(console, asked, plans[0].inputs.budgets, suggested)
     else:
         _show_settings(console, asked, asked.config)
-    if all_stages and plans:
+    if all_stages:
         _show_stages(console, plans, asked)
-    elif plans:
+    else:
         _show_details(console, plans[0])
-    for stage, why in refused.items():
-        text(console, f"stage {stage}: {why}")
-        if not all_stages:
-            print(f"hf-zero: {why}", file=sys.stderr)
-    if asked.model.source:
-        text(console, f"· {asked.model.source}")
-    if asked.source:
-        text(console, f"· sizes and speeds: {asked.source}")
-    return OK if found else WRONG
+    lines = [f"stage {stage}: {why}" for stage, why in refused.items()]
+    lines += [f"· {asked.model.source}"] if asked.model.source else []
+    lines += [f"· sizes and speeds: {asked.source}"] if asked.source else []
+    for line in lines:
+        text(console, line)
+    return status
 
 
 def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space: str | None) -> tuple[Machine, str]:
@@ -205,20 +202,16 @@ class Choice:
 
 def choices(asked: Asked) -> Iterator[Choice]:
     """Yield plans of `LADDER` without budgets, with the offloads that were asked for."""
-    given, free = asked.config, replace(asked, machine=Machine(shares_memory=False))
+    free = replace(asked, machine=Machine())
     for stage, checkpointing, *tiers in LADDER:
-        changed = replace(free, gradient_checkpointing=free.gradient_checkpointing or checkpointing)
-        if asked.batch is None:
-            changed = free
+        checkpoints = checkpointing and asked.model.architecture is not None
+        changed = replace(free, gradient_checkpointing=free.gradient_checkpointing or checkpoints)
         offloads = {}
         for name, tier in zip(("offload_optimizer", "offload_params", "offload_activations"), tiers):
-            wanted = getattr(given, name)
+            wanted = getattr(asked.config, name)
             offloads[name] = tier if wanted in ("none", "auto") else wanted
-        try:
-            made = changed.plan(stage=stage, **offloads, device_memory=None, host_memory=None)
-        except ConfigError:  # does not combine with the other settings
-            continue
-        yield Choice(changed, made)
+        with suppress(ConfigError):  # does not combine with the other settings
+            yield Choice(changed, changed.plan(stage=stage, **offloads, device_memory=None, host_memory=None))
 
 
 def usable_bytes(memory_bytes: int) -> int:
@@ -226,29 +219,22 @@ def usable_bytes(memory_bytes: int) -> int:
     return int(memory_bytes * (1 - MARGIN))
 
 
-def best(asked: Asked) -> Choice | None:
-    """Return the first of `LADDER` that fits the budgets; else with one row at a time, then in bfloat16."""
-    tries: list[dict[str, Any]] = [{}]
-    if (rows := asked.batch or 1) > 1:
-        tries.append({"batch": 1, "accumulation": asked.accumulation * rows})
-    if asked.mixed_precision == "no":
-        tries.append({**tries[-1], "mixed_precision": "bf16"})
-    budgets = asked.inputs(stage=max(STAGES)).budgets
-    for changes in tries:
-        for choice in choices(replace(asked, **changes)):
-            if not budgets.excess(choice.made.memory):
-                return choice
-    return None
+def best(asked: Asked, budgets: Mapping[str, int]) -> Choice | None:
+    """Return the first of `LADDER` that fits the budgets; else with one row at a time."""
+    tries = [asked]
+    if asked.batch > 1:
+        tries.append(replace(asked, batch=1, accumulation=asked.accumulation * asked.batch))
+    tried = (choice for each in tries for choice in choices(each))
+    return next((choice for choice in tried if not excess(budgets, choice.made.memory)), None)
 
 
-def _show_answer(console: Console, asked: Asked, choice: Choice | None) -> None:
+def _show_answer(console: Console, asked: Asked, budgets: Mapping[str, int], choice: Choice | None) -> None:
     """Print the choice that fits the given memory, or one for each size of GPU."""
-    limit = asked.config.device_memory
-    if limit is not None or asked.machine.device_memory is not None:
+    if "device" in budgets or "together" in budgets:
         if choice is None:
             text(console, "Nothing fits: use more ranks, more memory or a smaller model.", BAD)
             return
-        memory = size_text(int(limit or asked.machine.device_memory or 0))
+        memory = size_text(budgets.get("device", budgets.get("together", 0)))
         more = "" if choice.asked.batch == asked.batch else ", one sequence at a time"
         text(console, f"{memory} fits {choice.text}{more}: {_needs(choice.made)}.", GOOD)
         _show_settings(console, choice.asked, choice.made.config)
@@ -256,7 +242,7 @@ def _show_answer(console: Console, asked: Asked, choice: Choice | None) -> None:
     found = list(choices(asked))
     by_size: dict[str, Choice | None] = {}
     for name, size in GPUS.items():
-        enough = (one for one in found if one.made.memory.at_most(Tier.DEVICE) <= usable_bytes(size))
+        enough = (one for one in found if one.made.memory.at_peak(Tier.DEVICE) <= usable_bytes(size))
         by_size[name] = next(enough, None)
     names = [*GPUS]
     shown = next((name for name in names[names.index(_COMMON) :] if by_size[name] is not None), None)
@@ -287,7 +273,7 @@ def _needs(made: Plan) -> str:
 def _show_settings(console: Console, asked: Asked, config: ZeroConfig) -> None:
     """Print a command and the same as code."""
     trainer: dict[str, Any] = {} if asked.mixed_precision == "no" else {asked.mixed_precision: True}
-    trainer |= {} if asked.batch is None else {"per_device_train_batch_size": asked.batch}
+    trainer |= {"per_device_train_batch_size": asked.batch}
     trainer |= {"gradient_accumulation_steps": asked.accumulation} if asked.accumulation > 1 else {}
     trainer |= {"gradient_checkpointing": True} if asked.gradient_checkpointing else {}
     unused = () if config.is_auto else ("device_memory", "host_memory")
@@ -313,12 +299,12 @@ def _smallest_gpu(device_bytes: int) -> Text:
 
 def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
     tiers = [tier for tier in TIERS if any(made.memory.at_peak(tier) for made in plans) or tier is Tier.DEVICE]
-    has_budget = any(any(made.budgets.rows()) for made in plans)
+    has_budget = any(made.inputs.budgets for made in plans)
     rows: list[list[str | Text]] = []
     for made in plans:
         states = [sum(made.memory.stored[tier][kind] for tier in TIERS) for kind in STATES]
         sizes = [*states, *(made.memory.at_peak(tier) for tier in tiers)]
-        fits = _verdict(made.fits) if has_budget else _smallest_gpu(made.memory.at_most(Tier.DEVICE))
+        fits = _verdict(made.fits) if has_budget else _smallest_gpu(made.memory.at_peak(Tier.DEVICE))
         rows.append([str(made.config.stage), *map(short_size, sizes), fits])
     peaks = [f"{tier.value} peak" for tier in tiers]
     columns = ("stage", "params", "grads", "optim", *peaks, "fits" if has_budget else "GPU")
@@ -346,17 +332,16 @@ def _show_details(console: Console, made: Plan) -> None:
     sums: list[list[str | Text]] = [
         ["all, at the highest moment", *(_pair(memory.at_rest(tier), memory.at_peak(tier)) for tier in shown)]
     ]
-    limits = {of: limit for of, _, limit in made.budgets.rows()}
+    limits = made.inputs.budgets
     if limits:
         sums.append(["budget", *(short_size(limits[tier.value]) if tier.value in limits else "" for tier in shown)])
     if not limits.keys() & {"device", "together"}:
-        sums.append(["smallest GPU", _smallest_gpu(memory.at_most(Tier.DEVICE)), *[""] * (len(shown) - 1)])
+        sums.append(["smallest GPU", _smallest_gpu(memory.at_peak(Tier.DEVICE)), *[""] * (len(shown) - 1)])
     columns = ["per rank", *(tier.value for tier in shown)]
     caption = "between backward and step → at peak"
     table(console, f"Stage {made.config.stage}", columns, kinds, sums, caption=caption)
     alone: dict[str, float | None] = {}
-    for part, value in made.parts.items():
-        road = part.split()[1]
+    for (_, road), value in made.step.parts.items():
         before = alone.get(road, 0.0)
         alone[road] = None if value is None or before is None else before + value
     rows = [
@@ -364,7 +349,7 @@ def _show_details(console: Console, made: Plan) -> None:
         for road in ("compute", *ROADS, "device", "host")
         if road in alone
     ]
-    whole = [["step, overlapped", "", seconds(made.step_s)]] if made.step_s is not None else []
+    whole = [["step, overlapped", "", seconds(made.step.seconds)]] if made.step.seconds is not None else []
     if rows:
         table(console, "One step", ("", "moved per rank", "seconds alone"), rows, whole)
     for line in made.reasons:

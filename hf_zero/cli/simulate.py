@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 
-from ..config import size_text
+from ..config import DTYPE_ALIASES, size_text
 from ..errors import ConfigError
 from ..plan.machine import Machine
 from ..plan.network import LINKS, Link, Network
@@ -19,47 +21,45 @@ NOMINAL_DEVICE_BANDWIDTH = 3.35e12
 """Bytes per second of an H100's memory (NVIDIA's datasheet)."""
 NOMINAL_LINK = 64e9
 """Bytes per second in each direction between an H100 and its host (PCIe 5, 128 GB/s both ways together: the same datasheet)."""
+_OFFLOAD = {"none": (), "cpu": ("link_down", "link_up"), "disk": ("link_down", "link_up", "disk_read", "disk_write")}
+"""The speeds that each tier of activations needs."""
 
 
-def hardware(
-    mixed_precision: str, ranks: int, nodes: int, far: str, adapters: int, file: str | None, *, uses_link: bool = False
-) -> tuple[Machine, Network]:
+def hardware(given: Mapping[str, Any]) -> tuple[Machine, Network]:
     """Return a rank's device and the links between ranks: an H100's, or those of a machine file.
 
     Args:
-        far: name of the link between machines.
-        adapters: of one machine; 0: one for each of its ranks.
-        uses_link: bytes move between device and host memory in a step.
+        given: the flags of the command.
 
     Raises:
-        ConfigError: the file lacks a speed that is needed.
+        ConfigError: the machine lacks a speed that is needed.
     """
-    dtype = "bfloat16" if mixed_precision == "bf16" else "float32"
-    near, device, link = LINKS["nvlink"], NOMINAL_DEVICE_BANDWIDTH, NOMINAL_LINK
-    machine = Machine(device_bandwidth=device, link_down=link, link_up=link, flops={dtype: NOMINAL_FLOPS})
+    dtype, near = DTYPE_ALIASES.get(given["mixed_precision"], "float32"), LINKS["nvlink"]
+    file, ranks = given["machine"], given["world_size"]
+    machine = Machine(
+        device_bandwidth=NOMINAL_DEVICE_BANDWIDTH, link_down=NOMINAL_LINK, link_up=NOMINAL_LINK, latency=near.latency_s,
+        collective=near.bandwidth, flops={dtype: NOMINAL_FLOPS},
+    )  # fmt: skip
     if file is not None:
         machine = Machine.load(file)
-        needed: tuple[str, ...] = ("device_bandwidth", "latency", "collective") if ranks > 1 else ("device_bandwidth",)
-        needed += ("link_down", "link_up") if uses_link else ()
-        lacking = [name for name in needed if getattr(machine, name) is None]
-        lacking += [] if dtype in machine.flops else [f"flops[{dtype!r}]"]
-        if lacking:
-            raise ConfigError(f"{file} has no {', '.join(lacking)}: add what a rank of this machine reaches")
         near = Link(machine.latency or 0.0, machine.collective or 1.0, file, machine.all_reduce)
-    return machine, Network(ranks, nodes, near, LINKS[far], adapters)
+    needed = ("device_bandwidth", *(("latency", "collective") if ranks > 1 else ()))
+    lacking = [name for name in needed + _OFFLOAD[given["zero_offload_activations"]] if getattr(machine, name) is None]
+    lacking += [] if dtype in machine.flops else [f"flops[{dtype!r}]"]
+    if lacking:
+        raise ConfigError(f"{file or 'an H100'} has no {', '.join(lacking)}: add what a rank reaches to --machine FILE")
+    return machine, Network(ranks, given["nodes"], near, LINKS[given["network"]], given["adapters"])
 
 
 def run(asked: Asked, network: Network, as_json: bool) -> None:
     """Print the collectives of a step on one rank, and its time."""
     made = asked.plan(device_memory=None, host_memory=None)
     by_kind: dict[str, dict[str, float]] = {}
-    for each in made.collectives:
+    for each in made.step.collectives:
         found = by_kind.setdefault(each.kind, {"collectives": 0, "bytes_sent": 0, "seconds": 0.0})
         found["collectives"] += each.count
         found["bytes_sent"] += round(each.count * each.nbytes)
         found["seconds"] += each.count * network.time_s(each)
-    sent_s = sum(found["seconds"] for found in by_kind.values())
-    compute_s, update_s = (made.parts.get(part) or 0.0 for part in ("passes compute", "step device"))
     peak_bytes = made.memory.at_peak(Tier.DEVICE)
     if as_json:
         print_json(
@@ -69,8 +69,8 @@ def run(asked: Asked, network: Network, as_json: bool) -> None:
                 "nodes": network.nodes,
                 "by_kind": by_kind,
                 "planned_peak_bytes": peak_bytes,
-                "step_s": made.step_s,
-                "parts_s": dict(made.parts),
+                "step_s": made.step.seconds,
+                "parts_s": made.parts,
                 "machine": asked.machine.to_dict(),
                 "network": asdict(network),
             }
@@ -81,14 +81,16 @@ def run(asked: Asked, network: Network, as_json: bool) -> None:
         for kind, n in by_kind.items()
     ]
     nodes = f"{network.nodes:,} node{'s' if network.nodes > 1 else ''}"
-    least = "" if asked.machine.shares_memory else "at least "
+    sent_s = sum(found["seconds"] for found in by_kind.values())
+    spent = made.step.seconds, made.parts.get("passes compute"), made.parts.get("step device"), sent_s
+    step, compute, update, sent = (f"{(seconds or 0.0) * 1e3:.3f}" for seconds in spent)
     table(
         Console(),
         f"{asked.model.name}: one step, stage {asked.config.stage}, {ranks_text(asked.world_size)} on {nodes}",
         ("kind", "collectives", "bytes sent by a rank", "ms"),
         rows,
         caption=(
-            f"step {least}{(made.step_s or 0.0) * 1e3:.3f} ms: computation {compute_s * 1e3:.3f}, optimizer "
-            f"{update_s * 1e3:.3f}, communication {sent_s * 1e3:.3f}; planned peak {size_text(peak_bytes)}"
+            f"step {'' if asked.machine.shares_memory else 'at least '}{step} ms: computation {compute}, "
+            f"optimizer {update}, communication {sent}; planned peak {size_text(peak_bytes)}"
         ),
     )

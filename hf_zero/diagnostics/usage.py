@@ -24,11 +24,12 @@ from torch import Tensor
 from ..engine.engine import Engine
 from ..engine.span import Span
 from ..optimizers.kinds import state_tensors
-from ..plan.costs import KINDS, TIERS, Memory
+from ..plan.costs import KINDS, STATES, TIERS, Memory
 from ..plan.machine import here
 from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
-from ..plan.report import Limit, Report, RoadRow, States, TierRow, data_parallel, unit_rows
+from ..plan.report import Report, RoadRow, TierRow, data_parallel
+from ..plan.solve import LIMITED
 from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, Traffic, collectives_in, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
@@ -125,22 +126,19 @@ def process_bytes(engine: Engine) -> dict[str, int]:
     return out
 
 
-def limits(engine: Engine, ranks_here: int = 1) -> tuple[Limit, ...]:
-    """Return what this rank may take: given budgets, else what the machine has free and what the engine holds.
+def limits(engine: Engine, ranks_here: int = 1) -> dict[str, tuple[int, str]]:
+    """Return what this rank may take of each tier: a given budget, else what the machine has free and what the engine holds.
 
     Args:
         ranks_here: ranks that share this machine's memory and disk.
     """
     context = engine.context
-    found = [Limit(tuple(tier.value for tier in tiers), limit, True) for _, tiers, limit in context.plan.budgets.rows()]
-    known = {tier for limit in found for tier in limit.tiers}
     held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
     machine = here(context.device, ranks=ranks_here, offload_dir=context.config.offload_dir, held_bytes=held)
-    free = {"device": machine.device_memory, "host": machine.host_memory, "disk": machine.disk_free}
-    if machine.shares_memory and not known & {"device", "host"}:
-        found.append(Limit(("device", "host"), int(free["host"] or 0), False))
-        known |= {"device", "host"}
-    return (*found, *(Limit((tier,), size, False) for tier, size in free.items() if size and tier not in known))
+    free = zip(TIERS, (machine.device_memory, machine.host_memory, machine.disk_free))
+    found = {tier.value: (size, "free") for tier, size in free if size}
+    budgets = context.plan.inputs.budgets.items()
+    return found | {tier.value: (limit, "budget") for name, limit in budgets for tier in LIMITED[name]}
 
 
 # Counters of a run ----------------------------------------------------------------------------------------------------
@@ -205,8 +203,8 @@ class Usage:
                 "peak": _plain(memory.peak),
                 "peak_bytes": {tier.value: memory.at_peak(tier) for tier in TIERS},
                 "traffic": {road: getattr(traffic, road) for road in ROADS},
-                "step_s": plan.step_s,
-                "parts_s": dict(plan.parts),
+                "step_s": plan.step.seconds,
+                "parts_s": plan.parts,
                 "reasons": list(plan.reasons),
             },
         }
@@ -235,8 +233,8 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         defers=engine.schedule.puts_off,
         kept=context.kept,
     )
-    given = context.layout, context.plan.placements, setup
-    return memory_of(*given), Traffic.of(work_in_total(*given), collectives_in(context.layout, setup))
+    given, collectives = (context.layout, context.plan.placements, setup), collectives_in(context.layout, setup)
+    return memory_of(*given), Traffic.of(work_in_total(*given, collectives), collectives)
 
 
 def report(engine: Engine, recorder: Recorder | None = None) -> Report:
@@ -248,8 +246,7 @@ def report(engine: Engine, recorder: Recorder | None = None) -> Report:
     context = engine.context
     memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
     now = measure(engine)
-    total = {kind: sum(memory.stored[tier][kind] for tier in TIERS) for kind in KINDS}
-    measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in ("parameters", "gradients", "optimizer")}
+    measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in STATES}
     measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
     return Report(
         stage=context.config.stage,
@@ -257,18 +254,16 @@ def report(engine: Engine, recorder: Recorder | None = None) -> Report:
         precision=str(context.precision),
         parameters=context.layout.numel,
         trainable=context.layout.trainable_numel,
-        predicted=States(
-            total["parameters"], total["gradients"], total["optimizer"], memory.peak[Tier.DEVICE]["gathered"]
-        ),
+        predicted={kind: sum(memory.stored[tier][kind] for tier in TIERS) for kind in STATES},
         data_parallel=data_parallel(context.layout, state_tensors(engine.optimizers)),
         measured=measured,
         traffic=context.wire.traffic.to_dict(),
-        units=unit_rows(context.layout),
+        units=len(context.layout.units),
         tiers=_tier_rows(memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
         roads=_road_rows(traffic, recorder) if recorder is not None else (),
         steps=0 if recorder is None else recorder.recorded,
         step_s=None if recorder is None else recorder.median("seconds"),
-        predicted_step_s=context.plan.step_s,
+        predicted_step_s=context.plan.step.seconds,
         process=process_bytes(engine),
     )
 

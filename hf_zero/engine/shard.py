@@ -123,6 +123,8 @@ def shard(
     made = plan(
         PlanInputs(layout, found, config, wire.size, precision, tensors, sizes=storage.sizes, in_files=in_files)
     )
+    if config.is_auto and not made.fits:
+        raise ConfigError(made.shortfall)
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
@@ -184,7 +186,7 @@ def _in_files(drafter: Drafter, wire: SoloWire) -> frozenset[str]:
 
 
 def _on_disk(placement: Placement) -> bool:
-    return placement.parameters is Tier.DISK or any(tier is Tier.DISK for tier, _ in placement.optimizer)
+    return Tier.DISK in (placement.parameters, placement.optimizer)
 
 
 def _check_offload(

@@ -65,7 +65,7 @@ class Span:
         self.rank = context.shard_rank
         self.trainable = layout.trainable
         self.compute_dtype, self.master_dtype = dtype_of(layout.spec.compute_dtype), dtype_of(layout.spec.master_dtype)
-        self.tier = placement.optimizer[0][0] if placement.optimizer else placement.parameters
+        self.tier = placement.home
         self.copy_tier = placement.parameters
         self.codec = gather_codec(layout)
         self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)

@@ -289,13 +289,12 @@ def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
         for name in _HYPERPARAMETERS
         if name != unused and isinstance(getattr(args, name, None), (int, float))
     }
-    predicted = {name: getattr(report.predicted, name) for name in ("parameters", "gradients", "optimizer")}
     return RunFacts(
         base_model=base if base and not Path(base).exists() else None,
         precision=report.precision,
         stage=report.stage,
         world_size=report.world_size,
-        predicted_bytes=predicted,
+        predicted_bytes=dict(report.predicted),
         measured_bytes={name: max(theirs[name] for theirs in everyone) for name in report.measured},
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
         hyperparameters={

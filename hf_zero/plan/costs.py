@@ -8,7 +8,7 @@ gradient and optimizer states of the slice are in the optimizer tier. Where type
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..comm.codec import gather_codec
@@ -28,12 +28,31 @@ class Placement:
 
     parameters: Tier
     """Tier of the copy."""
-    optimizer: tuple[tuple[Tier, int], ...]
-    """Consecutive parts of the slice as (tier, elements); () for frozen spans."""
+    optimizer: Tier | None = None
+    """Tier of master, gradient and optimizer states; None: frozen."""
 
-    def numel(self, tier: Tier) -> int:
-        """Return how many elements of the slice have their optimizer state in `tier`."""
-        return sum(numel for place, numel in self.optimizer if place is tier)
+    @staticmethod
+    def of(span: Span, parameters: Tier, optimizer: Tier) -> Placement:
+        """Place a span. A copy and a master of one type are one memory: the copy is never in a slower tier."""
+        if not span.is_updated:
+            return Placement(parameters)
+        if has_one_type(span):
+            parameters = min(parameters, optimizer, key=TIERS.index)
+        return Placement(parameters, optimizer)
+
+    @property
+    def home(self) -> Tier:
+        """The tier of the master."""
+        return self.optimizer or self.parameters
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if an optimizer updates the span outside device memory."""
+        return self.optimizer not in (None, Tier.DEVICE)
+
+
+def has_one_type(span: Span) -> bool:
+    return span.spec.compute_dtype == span.spec.master_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +82,11 @@ class Setup:
     """Indices of units that stay gathered between a forward and its backward."""
 
     @property
+    def steps_at_once(self) -> bool:
+        """Offloaded masters are updated as their gradients arrive, which are not stored."""
+        return self.step_in_backward and self.backward_per_step == 1
+
+    @property
     def reduces_once(self) -> bool:
         """Gradients of a step's backwards are reduced with the last of them."""
         if self.world_size == 1 or self.backward_per_step == 1:
@@ -86,19 +110,13 @@ class Memory:
     peak: Mapping[Tier, Mapping[str, int]]
     highest: Mapping[Tier, int]
     """By tier: all bytes at the highest moment."""
-    most: Mapping[Tier, int]
-    """An upper bound of it, with all states stored, which makes it linear in the placements."""
 
     def at_rest(self, tier: Tier) -> int:
         return sum(self.stored[tier].values())
 
     def at_peak(self, tier: Tier) -> int:
-        """Return bytes at the highest moment."""
+        """Return bytes at the highest moment, which budgets are compared with."""
         return self.highest[tier]
-
-    def at_most(self, tier: Tier) -> int:
-        """Return the bound that budgets are compared with."""
-        return self.most[tier]
 
     @property
     def states(self) -> int:
@@ -106,22 +124,19 @@ class Memory:
         return sum(kinds[kind] for kinds in self.stored.values() for kind in STATES)
 
 
-def together(tier: Tier, span: Span, stretches: Sequence[tuple[Tier, int]]) -> Tier:
-    """Return the tier of the copy: never slower than the slowest master where both have one type, and so one memory."""
-    if not stretches or span.spec.compute_dtype != span.spec.master_dtype:
-        return tier
-    return min(tier, max((place for place, _ in stretches), key=TIERS.index), key=TIERS.index)
-
-
-def shares_memory(span: Span, policy: StagePolicy) -> bool:
-    """Return whether the copy is the master where both are in one tier: of one type, and not overwritten by gathers."""
-    rounded = policy.keep_full and gather_codec(span) is not None
-    return span.spec.compute_dtype == span.spec.master_dtype and not rounded
-
-
 def stays(span: Span, placement: Placement, policy: StagePolicy) -> bool:
     """Return whether the full span is in device memory all the time."""
     return placement.parameters is Tier.DEVICE and (policy.keep_full or span.shards == 1)
+
+
+def is_cast(span: Span, policy: StagePolicy) -> bool:
+    """Return whether the copy has other values than the master: of another type, or overwritten by coded gathers."""
+    return not has_one_type(span) or (policy.keep_full and gather_codec(span) is not None)
+
+
+def shares_memory(span: Span, placement: Placement, policy: StagePolicy) -> bool:
+    """Return whether the copy is the master."""
+    return placement.parameters is placement.home and not is_cast(span, policy)
 
 
 def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
@@ -131,96 +146,56 @@ def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
     return all(slot.spec.name in setup.in_files for slot in span.slots)
 
 
+def casts_master(span: Span, placement: Placement, setup: Setup) -> bool:
+    """Return whether masters on the device are cast into the gathered span before each gather: no tier stores a copy."""
+    if stays(span, placement, setup.policy) or has_one_type(span):
+        return False
+    return placement.home is Tier.DEVICE
+
+
 def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
     """Return bytes in the parameter tier: the copy, or the full span where it stays; on disk in full pages."""
     if is_in_files(span, placement, setup) or casts_master(span, placement, setup):
         return 0
     numel = span.numel if stays(span, placement, setup.policy) else span.slice_numel
     nbytes = numel * itemsize(span.spec.compute_dtype)
-    return padded(nbytes) if placement.parameters is Tier.DISK and not _shares_array(span, placement) else nbytes
+    is_padded = placement.parameters is Tier.DISK and not shares_memory(span, placement, setup.policy)
+    return padded(nbytes) if is_padded else nbytes
 
 
-def casts_master(span: Span, placement: Placement, setup: Setup) -> bool:
-    """Return whether masters on the device are cast into the gathered span before each gather: no tier stores a copy."""
-    if stays(span, placement, setup.policy) or span.spec.compute_dtype == span.spec.master_dtype:
-        return False
-    masters = [tier for tier, _ in placement.optimizer] or [placement.parameters]
-    return all(tier is Tier.DEVICE for tier in masters)
+def master_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+    """Return bytes of masters that are not the copy, which counts as parameters. On disk their padding counts here.
 
-
-def _shares_array(span: Span, placement: Placement) -> bool:
-    """Return whether the copy on disk is the masters' array."""
-    if placement.parameters is not Tier.DISK or span.spec.compute_dtype != span.spec.master_dtype:
-        return False
-    return not placement.optimizer or (len(placement.optimizer) == 1 and placement.optimizer[0][0] is Tier.DISK)
-
-
-def master_bytes(span: Span, placement: Placement, tier: Tier, policy: StagePolicy) -> int:
-    """Return bytes of masters in `tier`, in memory, that are not the copy."""
-    same = shares_memory(span, policy)
-    if same and placement.parameters is tier:
-        return 0
-    numel = placement.numel(tier)
-    if not placement.optimizer and not same and placement.parameters is tier:
-        numel = span.slice_numel  # a frozen span keeps exact values besides those that it computes with
-    return numel * itemsize(span.spec.master_dtype)
-
-
-def disk_bytes(span: Span, numel: int, tensors: int) -> int:
-    """Return bytes of master and states of `numel` elements, each an array of full pages on disk, or in a slab."""
-    return (1 + tensors) * padded(numel * itemsize(span.spec.master_dtype))
-
-
-def tensors_bytes(span: Span, numel: int, tier: Tier, setup: Setup) -> int:
-    """Return bytes of optimizer states of `numel` elements in `tier`; on disk, in full pages.
-
-    Full-matrix optimizers: the states of each parameter, of any shape.
+    A frozen span keeps exact values besides those that it computes with.
     """
-    if not span.is_whole:
-        nbytes = numel * itemsize(span.spec.master_dtype)
-        return setup.optimizer_tensors * (padded(nbytes) if tier is Tier.DISK else nbytes)
-    master = itemsize(span.spec.master_dtype)
-    arrays = [(nbytes, slot.spec.numel * master) for slot in span.owned_slots for nbytes in slot.spec.state_bytes]
-    chosen = [nbytes for nbytes, whole in arrays if tier is not Tier.DISK or nbytes == whole] if numel else []
-    return round(span.share * sum(padded(nbytes) if tier is Tier.DISK else nbytes for nbytes in chosen))
-
-
-def beside_disk_bytes(span: Span, numel: int, setup: Setup) -> int:
-    """Return bytes of optimizer states in host memory for `numel` masters on disk: arrays of other shapes."""
-    if not span.is_whole or not numel:
-        return 0
-    master = itemsize(span.spec.master_dtype)
-    arrays = [(nbytes, slot.spec.numel * master) for slot in span.owned_slots for nbytes in slot.spec.state_bytes]
-    return round(span.share * sum(nbytes for nbytes, whole in arrays if nbytes != whole))
-
-
-def optimizer_bytes(span: Span, placement: Placement, tier: Tier, setup: Setup) -> int:
-    """Return bytes of optimizer states in `tier`, and of masters that are not the copy; on disk, in full pages.
-
-    Where masters on disk are the copy, they count as parameters, and their padding counts here.
-    """
-    if tier is not Tier.DISK:
-        states = tensors_bytes(span, placement.numel(tier), tier, setup)
-        if tier is Tier.HOST:
-            states += beside_disk_bytes(span, placement.numel(Tier.DISK), setup)
-        return states + master_bytes(span, placement, tier, setup.policy)
     if is_in_files(span, placement, setup):
         return 0
-    arrays = sum(
-        disk_bytes(span, numel, 0) + tensors_bytes(span, numel, tier, setup)
-        for place, numel in placement.optimizer
-        if place is tier
-    )
-    if not placement.optimizer and placement.parameters is tier:
-        arrays = disk_bytes(span, span.slice_numel, 0)
-    return arrays - (span.slice_numel * itemsize(span.spec.compute_dtype) if _shares_array(span, placement) else 0)
+    nbytes = span.slice_numel * itemsize(span.spec.master_dtype)
+    stored = padded(nbytes) if placement.home is Tier.DISK else nbytes
+    return stored - (nbytes if shares_memory(span, placement, setup.policy) else 0)
+
+
+def tensors_bytes(span: Span, tier: Tier, setup: Setup) -> tuple[int, int]:
+    """Return bytes of optimizer states in `tier`, on disk in full pages; and in host memory besides.
+
+    Full-matrix optimizers: the states of each parameter, of any shape. Those that are not of the parameter's shape are never
+    on disk.
+    """
+    is_on_disk, master = tier is Tier.DISK, itemsize(span.spec.master_dtype)
+    if not span.is_whole:
+        nbytes = span.slice_numel * master
+        return setup.optimizer_tensors * (padded(nbytes) if is_on_disk else nbytes), 0
+    arrays = [(nbytes, slot.spec.numel * master) for slot in span.owned_slots for nbytes in slot.spec.state_bytes]
+    arrays = arrays if span.slice_numel else []
+    if not is_on_disk:
+        return round(span.share * sum(nbytes for nbytes, _ in arrays)), 0
+    beside = sum(nbytes for nbytes, whole in arrays if nbytes != whole)
+    return round(span.share * sum(padded(n) for n, whole in arrays if n == whole)), round(span.share * beside)
 
 
 def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
     """Return bytes per stored gradient element: the master's. `step_in_backward` with one backward per step stores none."""
-    if tier is not Tier.DEVICE and setup.backward_per_step == 1 and setup.step_in_backward:
-        return 0
-    return itemsize(span.spec.master_dtype)
+    return 0 if tier is not Tier.DEVICE and setup.steps_at_once else itemsize(span.spec.master_dtype)
 
 
 def stores_gradients(tier: Tier, setup: Setup) -> bool:
@@ -242,12 +217,14 @@ def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Ti
     """Return stored bytes of one span, by tier and kind."""
     out = {(tier, kind): 0 for tier in TIERS for kind in STATES}
     out[placement.parameters, "parameters"] = parameter_bytes(span, placement, setup)
-    for tier in TIERS:
-        out[tier, "optimizer"] = optimizer_bytes(span, placement, tier, setup)
-    for tier, numel in placement.optimizer:
-        nbytes = numel * gradient_itemsize(span, tier, setup)
+    out[placement.home, "optimizer"] = master_bytes(span, placement, setup)
+    if (tier := placement.optimizer) is not None:
+        states, beside = tensors_bytes(span, tier, setup)
+        out[tier, "optimizer"] += states
+        out[Tier.HOST, "optimizer"] += beside
+        nbytes = span.slice_numel * gradient_itemsize(span, tier, setup)
         if stores_gradients(tier, setup):
-            out[tier, "gradients"] += padded(nbytes)
+            out[tier, "gradients"] = padded(nbytes)
         else:
-            out[Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, "gradients"] += nbytes
+            out[Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, "gradients"] = nbytes
     return out

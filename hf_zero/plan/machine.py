@@ -32,26 +32,10 @@ DISK_MARGIN = 0.05
 
 _MOST_BYTES = 1 << 20
 """Largest machine file."""
+_TURN_BYTES = 256 << 20
+"""Copied, written or read in one turn of a probe."""
 _REPEATS = 3
-_LEAST_GEMM, _GEMM_S = 256, 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeSizes:
-    """Sizes of one turn of a probe.
-
-    Attributes:
-        copy_bytes: copied over the link, or within host memory.
-        disk_bytes: written to the disk and read back, in requests of `request_bytes`.
-        step_numel: elements of one optimizer step.
-        most_gemm: rows and columns of the largest matrix product.
-    """
-
-    copy_bytes: int = 256 << 20
-    disk_bytes: int = 256 << 20
-    request_bytes: int = 16 << 20
-    step_numel: int = 8 << 20
-    most_gemm: int = 8192
+_LEAST_GEMM, _MOST_GEMM, _GEMM_S = 256, 8192, 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,40 +218,33 @@ def group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/p
 
 
 def probe(
-    device: torch.device,
-    wire: SoloWire,
-    *,
-    ranks: int = 1,
-    offload_dir: str | None = None,
-    sizes: ProbeSizes = ProbeSizes(),  # noqa: B008  (frozen)
+    device: torch.device, wire: SoloWire, *, ranks: int = 1, offload_dir: str | None = None, nbytes: int = _TURN_BYTES
 ) -> Machine:
     """Measure this machine on all ranks at the same time, in some seconds. On several ranks a collective.
 
     Every speed is the best of a few turns. The disk is measured last, with O_DIRECT where the file system allows it, on a
     temporary file in `offload_dir`.
 
+    Args:
+        nbytes: copied, written or read in one turn.
+
     Raises:
         ConfigError, TierError: the folder cannot be used.
     """
-    free = here(device, ranks=ranks, offload_dir=offload_dir)
-    host = _optimizer_bandwidth(torch.device("cpu"), sizes)
-    cuda = device.type == "cuda"
-    down, up = _link_bandwidth(device, sizes.copy_bytes)
-    speed = measure(device, wire)
+    host = _optimizer_bandwidth(torch.device("cpu"), nbytes)
+    down, up = _link_bandwidth(device, nbytes)
     found = replace(
-        free,
+        here(device, ranks=ranks, offload_dir=offload_dir),
         host_bandwidth=host,
-        device_bandwidth=_optimizer_bandwidth(device, sizes) if cuda else host,
+        device_bandwidth=_optimizer_bandwidth(device, nbytes) if device.type == "cuda" else host,
         link_down=down,
         link_up=up,
-        collective=speed.get("collective"),
-        all_reduce=speed.get("all_reduce"),
-        latency=speed.get("latency"),
-        flops={name: _gemm_flops(device, getattr(torch, name), sizes) for name in ("float32", "bfloat16", "float16")},
+        flops={name: _gemm_flops(device, getattr(torch, name)) for name in ("float32", "bfloat16", "float16")},
+        **measure(device, wire),
     )
-    read, write = _disk_bandwidth(offload_dir, wire, sizes)
-    found = replace(found, disk_read=read, disk_write=write)
-    return Machine.least(Machine.of(each, "a rank") for each in wire.exchange(found.to_dict()))
+    read, write = _disk_bandwidth(offload_dir, wire, nbytes)
+    everyone: list[Machine] = wire.exchange(replace(found, disk_read=read, disk_write=write))
+    return Machine.least(everyone)
 
 
 def busy_share() -> float:
@@ -282,34 +259,41 @@ def host_name() -> str:
     return platform.node() or "unknown"
 
 
-def _best_s(device: torch.device, action: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Return the seconds of the fastest turn, after one warm-up."""
-    best = float("inf")
-    for turn in range(repeats + 1):
+def _turns(device: torch.device, action: Callable[[], object], turns: int, wire: SoloWire | None = None) -> list[float]:
+    """Return the seconds of turns, which all ranks of `wire` begin together, after one warm-up."""
+    taken = []
+    for _ in range(turns + 1):
         finish(device)
+        if wire is not None:
+            wire.barrier()
         started = time.perf_counter()
-        action()
+        begun = action()
+        if isinstance(begun, Inflight):
+            begun.close()
         finish(device)
-        if turn:
-            best = min(best, time.perf_counter() - started)
-    return max(best, 1e-9)
+        taken.append(max(time.perf_counter() - started, 1e-9))
+    return taken[1:]
 
 
-def _optimizer_bandwidth(device: torch.device, sizes: ProbeSizes) -> float:
+def _best_s(device: torch.device, action: Callable[[], object]) -> float:
+    return min(_turns(device, action, _REPEATS))
+
+
+def _optimizer_bandwidth(device: torch.device, nbytes: int) -> float:
     """Time a fused AdamW step: it reads master, gradient and two moments, and writes all but the gradient (28 bytes each)."""
-    param = torch.nn.Parameter(torch.ones(sizes.step_numel, device=device))
+    param = torch.nn.Parameter(torch.ones(nbytes // 32, device=device))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
-    return 28 * sizes.step_numel / _best_s(device, optimizer.step)
+    return 28 * param.numel() / _best_s(device, optimizer.step)
 
 
-def _gemm_flops(device: torch.device, dtype: torch.dtype, sizes: ProbeSizes) -> float:
+def _gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Time square products of growing size until one takes long enough; some processors are slow at some dtypes."""
     size = _LEAST_GEMM
     while True:
         a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
         taken_s = _best_s(device, partial(torch.mm, a, b))
-        if size >= sizes.most_gemm or taken_s > _GEMM_S:
+        if size >= _MOST_GEMM or taken_s > _GEMM_S:
             return 2.0 * size**3 / taken_s
         size *= 2
 
@@ -318,32 +302,18 @@ def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
     """Return bytes per second down and up; on a CPU device both are copies within host memory."""
     link = Link(device, Meter())
     on_host, on_device = link.empty(nbytes, torch.uint8).fill_(1), torch.ones(nbytes, dtype=torch.uint8, device=device)
-    down = _best_s(device, lambda: link.down(on_device, on_host).close())
-    return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device).close())
+    down = _best_s(device, lambda: link.down(on_device, on_host))
+    return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device))
 
 
-def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, sizes: ProbeSizes) -> tuple[float, float]:
-    """Return bytes per second of reads and writes, several requests at a time, as in the disk tier."""
-    disk = Disk(offload_dir, wire.rank, Meter())
+def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, nbytes: int) -> tuple[float, float]:
+    """Return bytes per second of reads and writes, in pieces that move at the same time, as in the disk tier."""
+    disk, cpu = Disk(offload_dir, wire.rank, Meter()), torch.device("cpu")
     try:
-        region = disk.take(sizes.disk_bytes)
-        host = Link(torch.device("cpu"), disk.meter)
-        buffers = [host.empty(sizes.request_bytes, torch.uint8).fill_(7) for _ in range(4)]
-        starts = range(region.offset, region.offset + sizes.disk_bytes, sizes.request_bytes)
-
-        def stream(move: Callable[[int, torch.Tensor], Inflight]) -> None:
-            moves: list[Inflight] = []
-            for turn, offset in enumerate(starts):
-                if turn >= len(buffers):
-                    moves[turn - len(buffers)].close()
-                moves.append(move(offset, buffers[turn % len(buffers)]))
-            for inflight in moves:
-                inflight.close()
-
-        cpu = torch.device("cpu")
+        region, buffer = disk.take(nbytes), Link(cpu, disk.meter).empty(nbytes, torch.uint8).fill_(7)
         wire.barrier()
-        write = _best_s(cpu, lambda: stream(disk.write), repeats=2)
-        return sizes.disk_bytes / _best_s(cpu, lambda: stream(disk.read), repeats=2), sizes.disk_bytes / write
+        write = _best_s(cpu, lambda: disk.write(region.offset, buffer))
+        return nbytes / _best_s(cpu, lambda: disk.read(region.offset, buffer)), nbytes / write
     finally:
         disk.close()
 
@@ -374,7 +344,7 @@ def measure(device: torch.device, wire: SoloWire, largest: int = _LARGE_BYTES) -
     def gather(size: int, turns: int) -> tuple[int, float]:
         numel = max(32, size // 4 // (wire.size - 1))
         full, own = torch.ones(numel * wire.size, device=device), torch.ones(numel, device=device)
-        taken_s = _median_s(device, wire, lambda: wire.gather(full, own, 0), turns)
+        taken_s = statistics.median(_turns(device, lambda: wire.gather(full, own, 0), turns, wire))
         return 4 * numel * (wire.size - 1), max(wire.exchange(taken_s))
 
     (small, small_s), (large, large_s) = gather(_SMALL_BYTES, _SMALL_TURNS), gather(largest, _TURNS)
@@ -382,11 +352,11 @@ def measure(device: torch.device, wire: SoloWire, largest: int = _LARGE_BYTES) -
         raise ConfigError(f"{large} bytes took no longer than {small} bytes; measure again on an idle machine")
     bandwidth = (large - small) / (large_s - small_s)
     values = torch.ones(min(_ALL_REDUCE_BYTES, largest) // 4, device=device)
-    taken_s = max(wire.exchange(_median_s(device, wire, lambda: wire.average(values, values, 0), _TURNS)))
+    taken_s = statistics.median(_turns(device, lambda: wire.average(values, values, 0), _TURNS, wire))
     return {
         "latency": max(0.0, small_s - small / bandwidth) / (wire.size - 1),
         "collective": bandwidth,
-        "all_reduce": 2 * (wire.size - 1) / wire.size * values.nbytes / taken_s,
+        "all_reduce": 2 * (wire.size - 1) / wire.size * values.nbytes / max(wire.exchange(taken_s)),
     }
 
 
@@ -394,17 +364,3 @@ def finish(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _median_s(device: torch.device, wire: SoloWire, action: Callable[[], object], turns: int) -> float:
-    """Return the median seconds of turns that all ranks begin together, after one warm-up."""
-    taken = []
-    for _ in range(turns + 1):
-        wire.barrier()
-        started = time.perf_counter()
-        begun = action()
-        if isinstance(begun, Inflight):
-            begun.close()
-        finish(device)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])

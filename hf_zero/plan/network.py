@@ -82,6 +82,6 @@ class Network:
         """Return the seconds of all collectives, by phase and road, as keys of `work.Work`."""
         out: dict[tuple[str, str], float] = {}
         for each in collectives:
-            key = each.phase, "reduce" if each.kind == "across" else each.kind
+            key = each.phase, each.road
             out[key] = out.get(key, 0.0) + each.count * self.time_s(each)
         return out

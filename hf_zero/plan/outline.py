@@ -110,33 +110,31 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int,
     return moment, min(layers, WRITTEN_INPUTS + 1) * one, layers * padded(one)
 
 
-def exchanges(batch: Batch) -> int:
-    """Return how often attention exchanges tensors in one forward and its backward: two times in each layer and pass."""
-    if batch.architecture is None or batch.sp_size == 1:
-        return 0
-    return 2 * batch.architecture.layers * _passes(batch)
+def exchange(batch: Batch, size: int) -> tuple[int, float]:
+    """Return how often attention exchanges tensors in one forward and its backward, and the bytes of one exchange.
+
+    Each layer and pass has two: one of queries, keys and values, one of outputs.
+    """
+    architecture = batch.architecture
+    if architecture is None or batch.sp_size == 1:
+        return 0, 0.0
+    heads, pairs = architecture.heads, architecture.key_value_heads or architecture.heads
+    repeats = next(n for n in range(1, heads + 1) if pairs * n % batch.sp_size == 0 or n * pairs >= heads)
+    width = (heads + repeats * pairs) * architecture.hidden // heads
+    passes = 3 if batch.checkpointing else 2  # forward, recomputation, backward
+    return 2 * passes * architecture.layers, batch.tokens * width * size * (batch.sp_size - 1) / batch.sp_size
 
 
-def _passes(batch: Batch) -> int:
-    return 3 if batch.checkpointing else 2  # forward, recomputation, backward
-
-
-def activation_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
-    """Return the bytes that one forward and its backward move, by road: offloaded inputs, and what attention exchanges."""
-    architecture, one = batch.architecture, input_bytes(batch, size, is_mixed)
-    if architecture is None:
+def offload_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
+    """Return the bytes that offloaded inputs move in one forward and its backward, by road."""
+    if batch.architecture is None or batch.offload == "none":
         return {}
-    layers, work = architecture.layers, {}
-    if batch.offload != "none":
-        late = max(0, layers - WRITTEN_INPUTS) if batch.offload == "disk" else 0
-        work = {"down": layers * one, "up": (layers - late if is_cpu else layers) * one}
-        work |= {"write": layers * one, "read": late * one} if batch.offload == "disk" else {}
-    if batch.sp_size > 1:
-        heads, pairs = architecture.heads, architecture.key_value_heads or architecture.heads
-        repeats = next(n for n in range(1, heads + 1) if pairs * n % batch.sp_size == 0 or n * pairs >= heads)
-        width = 2 * (heads + repeats * pairs) * architecture.hidden // heads  # queries and outputs, keys and values
-        work["sequence"] = _passes(batch) * layers * batch.tokens * width * size * (batch.sp_size - 1) // batch.sp_size
-    return work
+    one, layers = input_bytes(batch, size, is_mixed), batch.architecture.layers
+    if batch.offload == "cpu":
+        return {"down": layers * one, "up": layers * one}
+    late = max(0, layers - WRITTEN_INPUTS)
+    arrives = layers - late if is_cpu else layers
+    return {"down": layers * one, "up": arrives * one, "write": layers * one, "read": late * one}
 
 
 def add_adapters(model: nn.Module, rank: int, dtype: str, in_4bit: bool) -> None:

@@ -15,8 +15,8 @@ from .costs import (
     Memory,
     Placement,
     Setup,
-    disk_bytes,
     gradient_itemsize,
+    has_one_type,
     state_bytes,
     stays,
     stored_itemsize,
@@ -61,10 +61,8 @@ class Passing:
     gathered: int = 0
     communication: int = 0
     gradients: int = 0
-    moment: int = 0
-    """Gathered and communication at one moment."""
     device: int = 0
-    """All three at one moment."""
+    """Gathered, communication and gradients at one moment."""
     scratch: int = 0
     resting_scratch: int = 0
     """The part that the pool keeps between backward and step."""
@@ -100,7 +98,6 @@ def _count_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
             there -= 0 if unit.stays else unit.full
         ahead = following.full if begins and following is not None else 0
         out.gathered = max(out.gathered, there + ahead)
-    out.moment = out.gathered
 
 
 class _Backward:
@@ -142,7 +139,6 @@ class _Backward:
         out.gathered = max(out.gathered, gathered)
         out.communication = max(out.communication, passing)
         out.gradients = max(out.gradients, gradients)
-        out.moment = max(out.moment, gathered + passing)
         out.device = max(out.device, gathered + passing + gradients)
 
     def enter(self, at: int) -> None:
@@ -191,7 +187,7 @@ def _count_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None
     reads = max((a.reads + b.reads + a.cast for a, b in pairwise([*units, *units[-1:]])), default=0)
     reads += max((unit.reads for unit in units), default=0)
     buffers = [nbytes for unit in units for nbytes in unit.down]
-    if setup.step_in_backward and setup.backward_per_step == 1:
+    if setup.steps_at_once:
         sums = [sum(unit.down) for unit in units]
         landing = max((sum(sums[at : at + 3]) for at in range(len(sums))), default=0)
     else:
@@ -219,7 +215,7 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
     left = sum(own)
     for span, nbytes in zip(trained, own):
         placement, master = placements[span.index], itemsize(span.spec.master_dtype)
-        bucket = copies = _bucket_bytes(span, placement, setup)
+        bucket = copies = _bucket_bytes(span, setup)
         if not setup.reduces_once:
             out.fresh += nbytes
         elif span.spec.compute_dtype == span.spec.master_dtype:  # they add up in place
@@ -232,38 +228,36 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
         if setup.world_size > 1:
             out.moving += (bucket or nbytes) + span.slice_numel * master
         out.copying = max(out.copying, left + out.moving)
-        out.kept += placement.numel(Tier.DEVICE) * master
+        out.kept += span.slice_numel * master if placement.optimizer is Tier.DEVICE else 0
         if use.read > use.first:
             shared = (slot.spec.numel for slot in span.slots if len(slot.spec.names) > 1)
             out.tied += sum(shared) * itemsize(span.spec.compute_dtype)
-        out.down += _landing_bytes(span, placement, setup)
+        out.down.append(_landing_bytes(span, placement, setup))
     return out
 
 
-def _bucket_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+def _bucket_bytes(span: Span, setup: Setup) -> int:
     """Return bytes of the copy of local gradients that is sent; 0 where they are sent without one."""
     if setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup):
         return 0
     return span.numel * itemsize(wire_dtype(span, setup))
 
 
-def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> list[int]:
-    """Return bytes of buffers for gradients on their way to host memory or disk; none where they are stored directly.
+def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+    """Return bytes of the buffer for a gradient on its way to host memory or disk; 0 where it is stored directly.
 
-    Where the device is the host, those alone to which others are added.
+    Where the device is the host, only gradients to which others are added have one.
     """
-    arriving = (
-        0 if setup.is_cpu else itemsize(span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype)
-    )
-    below = [(tier, numel) for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
-    steps_at_once = setup.step_in_backward and setup.backward_per_step == 1
-    adds = setup.backward_per_step > 1 and not setup.reduces_once
-    return [
-        # The gradient for the disk, and the one that it is added to, which was read.
-        numel * (arriving + (gradient_itemsize(span, tier, setup) if adds and stores_gradients(tier, setup) else 0))
-        for tier, numel in below
-        if steps_at_once or adds or stores_gradients(tier, setup) or arriving < gradient_itemsize(span, tier, setup)
-    ]
+    tier = placement.optimizer
+    if tier is None or not placement.is_offloaded:
+        return 0
+    dtype = span.spec.compute_dtype if setup.world_size == 1 else span.spec.master_dtype
+    arriving, stored = 0 if setup.is_cpu else itemsize(dtype), gradient_itemsize(span, tier, setup)
+    adds, is_on_disk = setup.backward_per_step > 1 and not setup.reduces_once, stores_gradients(tier, setup)
+    if not (setup.steps_at_once or adds or is_on_disk or arriving < stored):
+        return 0
+    # The gradient for the disk, and the one that it is added to, which was read.
+    return span.slice_numel * (arriving + (stored if adds and is_on_disk else 0))
 
 
 def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
@@ -271,44 +265,38 @@ def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -
     sizes = setup.sizes
     lanes = blocks = records = largest = 0
     for span, placement in zip(layout.spans, placements):
-        compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
-        for tier, numel in placement.optimizer:
-            if tier is Tier.DISK and not span.is_whole:
-                records += -(-numel // sizes.slab_numel)
-                slab = min(numel, sizes.slab_numel)
-                gradient = padded(slab * gradient_itemsize(span, tier, setup)) if stores_gradients(tier, setup) else 0
-                largest = max(largest, disk_bytes(span, slab, setup.optimizer_tensors) + gradient)
-            elif tier is Tier.DISK and numel:
-                for slot in span.owned_slots:
-                    records += 1
-                    gradient = gradient_itemsize(span, tier, setup) if stores_gradients(tier, setup) else 0
-                    arrays = slot.spec.numel * master, slot.spec.numel * gradient, *slot.spec.state_bytes
-                    largest = max(largest, sum(padded(each) for each in arrays))
-        below = [numel for tier, numel in placement.optimizer if tier is not Tier.DEVICE]
-        if span.spec.compute_dtype == span.spec.master_dtype or not below:
-            continue
-        if placement.parameters is Tier.DEVICE:
-            blocks += sum(-(-numel // sizes.block_numel) for numel in below)
-            lanes = max(lanes, sizes.block_numel * compute)
+        if placement.optimizer is Tier.DISK:
+            count, nbytes = _records(span, setup)
+            records, largest = records + count, max(largest, nbytes)
+        if placement.is_offloaded and placement.parameters is Tier.DEVICE and not has_one_type(span):
+            blocks += -(-span.slice_numel // sizes.block_numel)
+            lanes = max(lanes, sizes.block_numel * itemsize(span.spec.compute_dtype))
     return min(0 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, records) * largest
 
 
-def whole_buffers(layout: Layout, placements: Sequence[Placement], setup: Setup) -> tuple[int, int]:
-    """Return the buffers for full matrices that are not stored on the device.
+def _records(span: Span, setup: Setup) -> tuple[int, int]:
+    """Return how many slabs or full matrices of a span the disk tier updates one by one, and the bytes of the largest."""
+    master = itemsize(span.spec.master_dtype)
+    gradient = gradient_itemsize(span, Tier.DISK, setup) if stores_gradients(Tier.DISK, setup) else 0
+    if span.is_whole:
+        found = [(slot.spec.numel, slot.spec.state_bytes) for slot in span.owned_slots if span.slice_numel]
+    else:
+        slab = min(span.slice_numel, setup.sizes.slab_numel)
+        found = [(slab, (slab * master,) * setup.optimizer_tensors)]
+    count = len(found) if span.is_whole else -(-span.slice_numel // setup.sizes.slab_numel)
+    sizes = (sum(map(padded, (numel * master, numel * gradient, *states))) for numel, states in found)
+    return count, max(sizes, default=0)
 
-    Returns:
-        On the host: a gradient that is cast. On the device, if the step runs there: master, gradient and state of one matrix.
-    """
-    cast = device = 0
-    for span, placement in zip(layout.spans, placements):
-        master = itemsize(span.spec.master_dtype)
-        if span.is_whole and any(numel and tier is not Tier.DEVICE for tier, numel in placement.optimizer):
-            is_narrow = gradient_itemsize(span, Tier.HOST, setup) not in (0, master)
-            for slot in span.owned_slots:
-                nbytes, states = slot.spec.numel * master, slot.spec.state_bytes
-                cast = max(cast, nbytes) if is_narrow and setup.is_cpu else cast
-                device = device if setup.is_cpu else max(device, 2 * nbytes + sum(states))
-    return cast, device
+
+def matrix_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
+    """Return device bytes of the step over an offloaded full matrix: master, gradient and states of the largest one."""
+    sizes = (
+        2 * slot.spec.numel * itemsize(span.spec.master_dtype) + sum(slot.spec.state_bytes)
+        for span, placement in zip(layout.spans, placements)
+        if span.is_whole and span.slice_numel and placement.is_offloaded and not setup.is_cpu
+        for slot in span.owned_slots
+    )
+    return max(sizes, default=0)
 
 
 def memory_of(
@@ -321,18 +309,16 @@ def memory_of(
             stored[tier][kind] += value
     high = passing_bytes(layout, placements, setup)
     blocks = block_bytes(layout, placements, setup)
-    cast, on_device = whole_buffers(layout, placements, setup)
-    stored[Tier.HOST]["staging"] = blocks + max(high.resting_scratch, cast)
+    on_device = matrix_bytes(layout, placements, setup)
+    stored[Tier.HOST]["staging"] = blocks + high.resting_scratch
     peak = {tier: dict(kinds) for tier, kinds in stored.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]
     device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
-    host["staging"] = blocks + high.scratch + cast
+    host["staging"] = blocks + high.scratch
     device["staging"] = on_device
     for tier, nbytes in zip(TIERS, activations):
         peak[tier]["activations"] = nbytes
-    most = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
-    highest = dict(most)
-    most[Tier.DEVICE] += high.moment - high.gathered - high.communication
+    highest = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
     alone = high.device + device["activations"], on_device  # between passes, or as they begin
     highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + max(alone)
-    return Memory(stored, peak, highest, most)
+    return Memory(stored, peak, highest)

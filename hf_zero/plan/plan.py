@@ -6,7 +6,7 @@ A plan is a layout, a tier for every state, the resulting bytes and seconds, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -17,13 +17,11 @@ from ..config import ZeroConfig, size_text
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, castable_params, dtype_name
 from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
-from ..errors import ConfigError, LayoutError
+from ..errors import LayoutError
 from ..tiers.tier import Tier
 from .costs import KINDS, TIERS, Memory, Placement, Setup, stays
-from .network import Network
-from .peaks import memory_of
-from .solve import TIERS_OF, Budgets, PlanInputs, solve
-from .work import PASSES, SEQUENCE, Collective, Traffic, collectives_in, seconds, step_seconds, work_in_total
+from .solve import TIERS_OF, PlanInputs, Step, excess, solve
+from .work import Traffic
 
 # Units that stay ------------------------------------------------------------------------------------------------------
 
@@ -63,16 +61,10 @@ class Plan:
     """Placements by `Span.index`."""
     memory: Memory
     """Bytes per rank, by tier and kind; activations are an estimate."""
-    traffic: Traffic
-    """Bytes per rank and step."""
-    parts: Mapping[str, float | None]
-    """Predicted seconds of each part of a step by itself, as `phase road`; None if its speed is not known."""
-    step_s: float | None
-    """Predicted seconds of a step; None if a part is not known."""
+    step: Step
+    """Traffic and predicted time of a step."""
     kept: tuple[int, ...] = ()
     """Indices of units that stay gathered from forward to backward, those used last first."""
-    collectives: tuple[Collective, ...] = ()
-    """The collectives of a step."""
 
     @property
     def layout(self) -> Layout:
@@ -83,12 +75,13 @@ class Plan:
         return self.inputs.config
 
     @property
-    def world_size(self) -> int:
-        return self.inputs.world_size
+    def traffic(self) -> Traffic:
+        return self.step.traffic
 
     @property
-    def budgets(self) -> Budgets:
-        return self.inputs.budgets
+    def parts(self) -> dict[str, float | None]:
+        """Predicted seconds of each part of a step by itself, as `phase road`; None if its speed is not known."""
+        return {" ".join(key): value for key, value in self.step.parts.items()}
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -97,7 +90,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return not self.budgets.excess(self.memory)
+        return not excess(self.inputs.budgets, self.memory)
 
     @property
     def shortfall(self) -> str:
@@ -110,7 +103,7 @@ class Plan:
 
         return {
             "stage": self.config.stage,
-            "world_size": self.world_size,
+            "world_size": self.inputs.world_size,
             "parameters": self.layout.numel,
             "trainable": self.layout.trainable_numel,
             "states_bytes_per_rank": self.memory.states,
@@ -119,10 +112,10 @@ class Plan:
             "peak": table(self.memory.peak),
             "stored_bytes": {tier.value: self.memory.at_rest(tier) for tier in TIERS},
             "peak_bytes": {tier.value: self.memory.at_peak(tier) for tier in TIERS},
-            "budgets": {name: limit for name, _, limit in self.budgets.rows()},
-            "traffic": {road: getattr(self.traffic, road) for road in Traffic.__slots__},
-            "step_s": self.step_s,
-            "parts_s": dict(self.parts),
+            "budgets": self.inputs.budgets,
+            "traffic": asdict(self.traffic),
+            "step_s": self.step.seconds,
+            "parts_s": self.parts,
             "kept": [self.layout.units[at].name for at in self.kept],
             "fits": self.fits,
             "shortfall": self.shortfall,
@@ -135,37 +128,13 @@ class Plan:
 def plan(inputs: PlanInputs) -> Plan:
     """Place every span of the layout and predict bytes and seconds: pure arithmetic, equal on every rank.
 
-    Raises:
-        ConfigError: `auto`, and nothing fits. The message has the missing bytes.
+    If `auto` finds no placement that fits, all states are in their slowest tier, and `shortfall` has the missing bytes.
     """
     config = inputs.config
     slowest = inputs.all_in(TIERS_OF[config.offload_params][-1], TIERS_OF[config.offload_optimizer][-1])
-    placements = solve(inputs) if config.is_auto else slowest
-    if placements is None:
-        raise ConfigError(_shortfall(inputs, inputs.memory(slowest)))
+    placements = (solve(inputs) if config.is_auto else None) or slowest
     kept = kept_units(inputs, placements)
-    setup = replace(inputs.setup, kept=frozenset(kept))
-    memory = memory_of(inputs.layout, placements, setup, inputs.activations)
-    work = work_in_total(inputs.layout, placements, setup)
-    moved = inputs.activation_work
-    for road, nbytes in moved.items():
-        work[PASSES, road] = work.get((PASSES, road), 0) + nbytes
-    collectives = tuple(collectives_in(inputs.layout, setup))
-    if count := inputs.exchanges:
-        collectives += (Collective(SEQUENCE, PASSES, count, moved[SEQUENCE] / count, config.sp_size),)
-    network = inputs.network or Network.of(inputs.machine, inputs.world_size)
-    sent_s = None if network is None else network.seconds(collectives)
-    parts = seconds(work, inputs.machine, inputs.compute_s, sent_s)
-    return Plan(
-        inputs,
-        placements,
-        memory,
-        Traffic.of(work, collectives),
-        {" ".join(key): value for key, value in parts.items()},
-        step_seconds(parts, inputs.machine, setup),
-        kept,
-        collectives,
-    )
+    return Plan(inputs, placements, inputs.memory(placements, kept), inputs.step(placements, kept), kept)
 
 
 NAMES = {
@@ -178,10 +147,10 @@ NAMES = {
 
 def _shortfall(inputs: PlanInputs, memory: Memory) -> str:
     """Return the bytes that `memory` lacks, and what to change; empty if it fits."""
-    over = inputs.budgets.excess(memory)
+    over = excess(inputs.budgets, memory)
     if not over:
         return ""
-    limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, _, limit in inputs.budgets.rows())
+    limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, limit in inputs.budgets.items())
     found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over.items())
     found += " even with all states in their slowest tier" if inputs.config.is_auto else ""
     return (
@@ -193,11 +162,12 @@ def _shortfall(inputs: PlanInputs, memory: Memory) -> str:
 
 def _reasons(made: Plan) -> Iterator[str]:
     config, setup, batch = made.config, made.inputs.setup, made.inputs.batch
-    own: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    own, state = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
     for span, placement in zip(made.layout.spans, made.placements):
         own[placement.parameters] += span.slice_numel
+        if placement.optimizer is not None:
+            state[placement.optimizer] += span.slice_numel
     yield _where("parameters", own, config.offload_params, "offload_params")
-    state = {tier: sum(placement.numel(tier) for placement in made.placements) for tier in TIERS}
     if any(state.values()):
         yield _where("optimizer state", state, config.offload_optimizer, "offload_optimizer")
     shares = made.layout.imbalance()
@@ -234,11 +204,7 @@ def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> st
         tier: "all" if count == total else f"{100 * count / total:.1f} %" for tier, count in numel.items() if count
     }
     places = ", ".join(f"{share} on {tier.value}" for tier, share in shares.items())
-    if asked != "auto":
-        return f"{what}: {places}, as {setting}={asked!r} says"
-    return (
-        f"{what}: {places}; {'it fits there' if numel[Tier.DEVICE] == total else 'the least predicted time that fits'}"
-    )
+    return f"{what}: {places}, as {setting}={asked!r} {'chooses' if asked == 'auto' else 'says'}"
 
 
 class Drafter:

@@ -16,6 +16,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -120,8 +122,8 @@ class Recorder:
         if folder is not None:
             self._open(Path(folder))
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self._since_log: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self._first: dict[str, Any] | None = None
+        self._unlogged = 0
+        """Steps since the last call of `logs`."""
         self._started = time.perf_counter()
         self._ended: float | None = None
         self._began: float | None = None
@@ -165,25 +167,23 @@ class Recorder:
         self._before = counted
         self.last = {
             "step": self.steps,
-            "at_s": now - self._started,
-            "seconds": now - (began if ended is None else ended),
-            "between_s": 0.0 if ended is None else began - ended,
+            "at_s": round(now - self._started, 6),
+            "seconds": round(now - (began if ended is None else ended), 6),
+            "between_s": 0.0 if ended is None else round(began - ended, 6),
             "forwards": self._forwards,
             "evaluations": self._evaluations,
             "samples": self._samples,
             "tokens": self._tokens,
             "bytes": {channel: counted.sent[channel] - before.sent[channel] for channel in counted.sent},
-            "wait_s": {what: counted.wait_s[what] - before.wait_s[what] for what in WAITS},
+            "wait_s": {what: round(counted.wait_s[what] - before.wait_s[what], 6) for what in WAITS},
             "peak": {tier: {k: value for k, value in kinds.items() if value} for tier, kinds in counted.peak.items()},
             "process": dict(counted.process),
         }
         for tier, kinds in counted.peak.items():
             for kind, value in kinds.items():
                 self.peak[tier][kind] = max(self.peak[tier].get(kind, 0), value)
-        if self.recorded == 1:
-            self._first = self.last
         self._recent.append(self.last)
-        self._since_log.append(self.last)
+        self._unlogged += 1
         self._write()
         self._forwards = self._evaluations = self._samples = self._tokens = 0
 
@@ -196,14 +196,9 @@ class Recorder:
         """
         if not self._recent:
             return None
-        usual = [record for record in self._recent if not record["evaluations"] and record is not self._first]
-        values: list[float] = []
-        for record in usual or self._recent:
-            value: Any = record
-            for key in keys:
-                value = value[key]
-            values.append(value)
-        return statistics.median(values)
+        records = [*self._recent][self.recorded <= RECENT :]
+        usual = [record for record in records if not record["evaluations"]]
+        return statistics.median(reduce(getitem, keys, record) for record in usual or self._recent)
 
     def throughput(self) -> tuple[float, float]:
         """Return this rank's samples and tokens per second, over the steps of `median`."""
@@ -218,8 +213,7 @@ class Recorder:
 
     def logs(self) -> dict[str, float]:
         """Return metrics of the steps since the last call, for a logger: peak GiB, seconds and GiB sent per step."""
-        records = list(self._since_log)
-        self._since_log.clear()
+        records, self._unlogged = [*self._recent][-self._unlogged :] if self._unlogged else [], 0
         if not records:
             return {}
         gib = 1 << 30
@@ -267,12 +261,12 @@ class Recorder:
             self._waiting.append(line)
 
     def _write(self) -> None:
-        if self.recorded > 1:
-            self._append({"kind": "step", **_rounded(self.last)})
-            return
-        facts = {**self._source.facts(self._forwards), "about": self._about}
-        waiting, self._waiting = self._waiting, []
-        self._append({"kind": "facts", "format": FORMAT, **facts}, *waiting, {"kind": "step", **_rounded(self.last)})
+        """Write the last step; before the first one, the facts and the logs that wait for them."""
+        lines: list[Mapping[str, Any]] = [{"kind": "step", **self.last}]
+        if self.recorded == 1:
+            facts = {"kind": "facts", "format": FORMAT, **self._source.facts(self._forwards), "about": self._about}
+            lines = [facts, *self._waiting, *lines]
+        self._append(*lines)
 
     def _append(self, *lines: Mapping[str, Any]) -> None:
         """Write lines at once: readers of a running job find full lines."""
@@ -283,14 +277,3 @@ class Recorder:
         except OSError as error:  # a full disk must not stop training
             warnings.warn(f"{self.path}: {error.strerror or error}; steps are no longer written", stacklevel=2)
             self._file = None
-
-
-def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Round to microseconds."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            out[key] = _rounded(value)
-        else:
-            out[key] = round(value, 6) if isinstance(value, float) else value
-    return out

@@ -13,20 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config import size_text
-from ..core.layout import Layout, Span, itemsize
+from ..core.layout import Layout, itemsize
 
 _MIB = 1 << 20
 MOST_WIDTH = 100
-
-
-@dataclass(frozen=True, slots=True)
-class UnitRow:
-    """One unit: its name, parameters in elements, spans, and the bytes of its gathered parameters."""
-
-    name: str
-    numel: int
-    spans: int
-    gathered_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +49,6 @@ class RoadRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """Memory limit of one or more tiers, in bytes: given, or free on this machine."""
-
-    tiers: tuple[str, ...]
-    limit_bytes: int
-    is_budget: bool
-    """True: given by a setting; False: free now."""
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """Bytes on one rank, over all tiers. `gathered` is temporary; the others are stored from backward to step.
-
-    Masters of another dtype than the parameters count as optimizer state.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """`str(report)` is a table for people, `report.to_dict()` plain values for JSON."""
 
@@ -95,12 +58,17 @@ class Report:
     parameters: int
     """Parameter elements of the whole model."""
     trainable: int
-    predicted: States
-    data_parallel: States
+    units: int
+    predicted: Mapping[str, int]
+    """Bytes of parameters, gradients and optimizer state on one rank over all tiers, between backward and step.
+
+    Masters of another dtype than the parameters count as optimizer state.
+    """
+    data_parallel: Mapping[str, int]
+    """The same bytes under plain data parallel."""
     measured: Mapping[str, int]
-    """Current bytes of this rank's parameters (gathered ones too), gradients and optimizer state, over all tiers."""
+    """The same bytes now, with gathered parameters."""
     traffic: Mapping[str, Mapping[str, int]]
-    units: tuple[UnitRow, ...] = field(default=())
     tiers: tuple[TierRow, ...] = ()
     """Each kind in each tier with a predicted or measured value."""
     roads: tuple[RoadRow, ...] = ()
@@ -120,19 +88,15 @@ class Report:
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
 
     def __str__(self) -> str:
-        rows = [
-            (name, getattr(self.data_parallel, name), getattr(self.predicted, name), self.measured.get(name) or None)
-            for name in ("parameters", "gradients", "optimizer")
-        ]
-        rows.append(("sum", self.data_parallel.total, self.predicted.total, sum(self.measured.values())))
-        rows.append(("gathered at one time", None, self.predicted.gathered, None))
+        columns = self.data_parallel, self.predicted, self.measured
+        rows = [(name, *(column[name] or None for column in columns)) for name in self.predicted]
+        rows.append(("sum", *(sum(column.values()) for column in columns)))
         head = (
             f"ZeRO stage {self.stage} on {self.ranks}: {self.parameters:,} parameters ({self.trainable:,} trained) in "
-            f"{len(self.units)} units\n{self.precision}"
+            f"{self.units} units\n{self.precision}"
         )
-        return "\n".join(
-            [head, _table(("MiB per rank", "plain DP", "planned", "counted now"), rows), self.comparison()]
-        )
+        table = _table(("MiB per rank", "plain DP", "planned", "counted now"), rows)
+        return f"{head}\n{table}\n{self.comparison()}"
 
     def comparison(self) -> str:
         """Return the tables of predictions and measurements: the second half of `str(report)`."""
@@ -145,15 +109,8 @@ class Report:
             ]
             lines.append(_table(columns, rows))
         if self.roads:
-            moved = [
-                (
-                    row.road,
-                    row.predicted_bytes,
-                    row.measured_bytes,
-                    None if row.wait_s is None else f"{row.wait_s * 1e3:.1f}",
-                )
-                for row in self.roads
-            ]
+            waits = ("" if row.wait_s is None else f"{row.wait_s * 1e3:.1f}" for row in self.roads)
+            moved = [(row.road, row.predicted_bytes, row.measured_bytes, wait) for row, wait in zip(self.roads, waits)]
             lines.append(_table(("MiB per step", "planned", "counted", "waited, ms"), moved))
         if self.step_s is not None:
             planned = "" if self.predicted_step_s is None else f" (predicted {self.predicted_step_s * 1e3:,.1f} ms)"
@@ -181,18 +138,12 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | float | None]])
     return "\n" + capture.get().rstrip("\n")
 
 
-def data_parallel(layout: Layout, optimizer_tensors: int) -> States:
+def data_parallel(layout: Layout, optimizer_tensors: int) -> dict[str, int]:
     """Return the bytes of plain data parallel: all states on every rank, in the parameters' dtypes."""
-
-    def size(span: Span) -> int:
-        return span.used_numel * itemsize(span.spec.dtype)
-
-    trained = sum(size(span) for span in layout.spans if span.trainable)
-    return States(sum(size(span) for span in layout.spans), trained, trained * optimizer_tensors, 0)
-
-
-def unit_rows(layout: Layout) -> tuple[UnitRow, ...]:
-    return tuple(UnitRow(unit.name, unit.numel, len(unit.spans), unit.gathered_bytes) for unit in layout.units)
+    sizes = [(span.used_numel * itemsize(span.spec.dtype), span.trainable) for span in layout.spans]
+    trained = sum(nbytes for nbytes, trainable in sizes if trainable)
+    every = sum(nbytes for nbytes, _ in sizes)
+    return {"parameters": every, "gradients": trained, "optimizer": trained * optimizer_tensors}
 
 
 # One screen -----------------------------------------------------------------------------------------------------------
@@ -208,60 +159,55 @@ _SHARDED = {
 }
 
 
-def start(report: Report, model: str, limits: Sequence[Limit], about: Mapping[str, str], columns: int) -> str:
+def start(
+    report: Report, model: str, limits: Mapping[str, tuple[int, str]], about: Mapping[str, str], columns: int
+) -> str:
     """Return one screen: the sharding, and the planned peak of each tier against its limit.
 
     Args:
         model: its name.
-        limits: of this rank; see `diagnostics.usage`.
+        limits: of this rank by tier; see `diagnostics.usage`.
         about: further rows, label and text, after the model.
         columns: of the terminal.
     """
-    width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
     share = f"{report.trainable / max(report.parameters, 1):.2%}"
     trained = "" if report.trainable == report.parameters else f", {report.trainable:,} trainable ({share})"
-    rows = [("model", f"{model}, {report.parameters:,} parameters{trained}, {len(report.units)} units"), *about.items()]
-    states = report.predicted.total
-    share = f" ({states / report.data_parallel.total:.0%})" if report.data_parallel.total else ""
-    rows.append(
-        (
-            "states",
-            f"{size_text(states)} per rank; plain data parallel {size_text(report.data_parallel.total)}{share}",
-        )
-    )
+    rows = [("model", f"{model}, {report.parameters:,} parameters{trained}, {report.units} units"), *about.items()]
+    states, plain = sum(report.predicted.values()), sum(report.data_parallel.values())
+    share = f" ({states / plain:.0%})" if plain else ""
+    rows.append(("states", f"{size_text(states)} per rank; plain data parallel {size_text(plain)}{share}"))
     if sent := sum(row.predicted_bytes or 0 for row in report.roads if row.road in ("gather", "reduce")):
         rows.append(("sent", f"{size_text(sent)} per step and rank"))
-    lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}", f"  {_SHARDED[report.stage]}"]
-    lines += _folded(rows, width)
-    lines.append("  memory per rank at its peak, planned (activations not counted)")
-    lines += _folded(_peaks(report, limits), width)
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"hf_zero: ZeRO stage {report.stage} on {report.ranks}",
+            f"  {_SHARDED[report.stage]}",
+            *_folded(rows, columns),
+            "  memory per rank at its peak, planned (activations not counted)",
+            *_folded(_peaks(report, limits), columns),
+        ]
+    )
 
 
-def _folded(rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
+def _folded(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
     """Return `label text`, wrapped at the terminal's width."""
+    width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * _LABEL, break_long_words=False, break_on_hyphens=False
+    )
     for label, text in rows:
-        yield from textwrap.wrap(
-            text,
-            width,
-            initial_indent=f"  {label:<{_LABEL - 2}}",
-            subsequent_indent=" " * _LABEL,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        wrapper.initial_indent = f"  {label:<{_LABEL - 2}}"
+        yield from wrapper.wrap(text)
 
 
-def _peaks(report: Report, limits: Sequence[Limit]) -> Iterator[tuple[str, str]]:
+def _peaks(report: Report, limits: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, str]]:
     """Yield each used tier and its planned peak, against its limit where that is known."""
     for row in report.tiers:
         if row.kind == "all" and row.predicted_peak:
-            limit = next((limit for limit in limits if row.tier in limit.tiers and limit.limit_bytes), None)
-            against = ""
-            if limit is not None:
-                share = row.predicted_peak / limit.limit_bytes
-                kind, over = "budget" if limit.is_budget else "free", " DOES NOT FIT" if share > 1 else ""
-                against = f" of {size_text(limit.limit_bytes)} {kind}, {share:.1%}{over}"
-            yield row.tier, size_text(row.predicted_peak) + against
+            limit, kind = limits.get(row.tier, (0, ""))
+            share = row.predicted_peak / limit if limit else 0
+            against = f" of {size_text(limit)} {kind}, {share:.1%}" if limit else ""
+            yield row.tier, f"{size_text(row.predicted_peak)}{against}{' DOES NOT FIT' if share > 1 else ''}"
 
 
 def end(
@@ -283,7 +229,6 @@ def end(
         saved: folder of the model.
         columns: of the terminal.
     """
-    width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
     samples_per_s, tokens_per_s = throughput
     rate = f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
     rate = rate or (f", {samples_per_s:,.1f} samples/s" if samples_per_s else "")
@@ -303,7 +248,7 @@ def end(
         rows.append(("waiting", f"{total:.0%} of a step, most for {waited[0][1]} ({waited[0][0] / report.step_s:.0%})"))
     if saved:
         rows.append(("model", str(saved)))
-    lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}, done", *_folded(rows, width)]
+    lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}, done", *_folded(rows, columns)]
     if folder:
         lines.append(f"  {'more':<{_LABEL - 2}}hf-zero report {folder}")  # a line to copy: never wrapped
     return "\n".join(lines)

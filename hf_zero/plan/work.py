@@ -14,6 +14,7 @@ from .costs import (
     Setup,
     casts_master,
     gradient_itemsize,
+    is_cast,
     shares_memory,
     stored_itemsize,
     stores_gradients,
@@ -34,10 +35,10 @@ Work = dict[tuple[str, str], float]
 SEQUENCE = "sequence"
 """The road of what attention exchanges under `sp_size`."""
 _SPEEDS = {
-    "gather": "collective", "reduce": "collective", SEQUENCE: "collective", "down": "link_down", "up": "link_up",
-    "read": "disk_read", "write": "disk_write", "device": "device_bandwidth", "host": "host_bandwidth",
+    "down": "link_down", "up": "link_up", "read": "disk_read", "write": "disk_write", "device": "device_bandwidth",
+    "host": "host_bandwidth",
 }  # fmt: skip
-"""The field of `Machine` with the bytes per second of each road."""
+"""The field of `Machine` with the bytes per second of each road; collectives have a `Network`."""
 COLLECTIVES = ("gather", "reduce", "scalar", "agree")
 LINKS = ("down", "up", "read", "write")
 ROADS = ("gather", "reduce", *LINKS)
@@ -75,6 +76,10 @@ class Collective:
     stride: int = 1
     is_all_reduce: bool = False
 
+    @property
+    def road(self) -> str:
+        return "reduce" if self.kind == "across" else self.kind
+
 
 def collectives_of(span: Span, setup: Setup, used: int) -> Iterator[Collective]:
     """Yield one span's collectives in a step. `used` is its unit's entry of `uses`.
@@ -109,60 +114,55 @@ def collectives_of(span: Span, setup: Setup, used: int) -> Iterator[Collective]:
 
 
 def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
-    """Return one span's bytes in a step. `used` is its unit's entry of `uses`."""
-    compute, master = itemsize(span.spec.compute_dtype), itemsize(span.spec.master_dtype)
-    own, slice_numel = placement.parameters, span.slice_numel
-    if casts_master(span, placement, setup):
-        own = Tier.DEVICE
-    same = shares_memory(span, setup.policy)
+    """Return the bytes that one span moves on this rank in a step. `used` is its unit's entry of `uses`."""
+    numel = span.slice_numel
+    copy, masters = numel * itemsize(span.spec.compute_dtype), numel * itemsize(span.spec.master_dtype)
+    own = Tier.DEVICE if casts_master(span, placement, setup) else placement.parameters
+    has_link = not setup.is_cpu  # else what arrives in host memory, or is updated there, is where it is used
     work: Work = {}
 
-    def add(phase: str, road: str, numel: float, size: float) -> None:
-        if numel and size:
-            work[phase, road] = work.get((phase, road), 0) + numel * size
+    def add(phase: str, road: str, nbytes: float) -> None:
+        if nbytes:
+            work[phase, road] = work.get((phase, road), 0) + nbytes
 
-    for each in collectives_of(span, setup, used):
-        add(each.phase, "gather" if each.kind == "gather" else "reduce", each.count, each.nbytes)
-    has_link = not setup.is_cpu  # else what arrives in host memory, or is updated there, is where it is used
     if own is Tier.HOST or (own is Tier.DISK and has_link):
-        add(PASSES, "up", used * slice_numel, compute)
+        add(PASSES, "up", used * copy)
     if own is Tier.DISK:
-        add(PASSES, "read", used * slice_numel, stored_itemsize(span, placement, setup))
-    if not span.is_updated:
+        add(PASSES, "read", used * numel * stored_itemsize(span, placement, setup))
+    tier = placement.optimizer
+    if tier is None:
         return work
-    sends = setup.reduces_per_step
-    arrivals = setup.backward_per_step if setup.world_size == 1 else sends
-    fresh = compute if setup.world_size == 1 else master
-    for tier, numel in placement.optimizer:
-        states = tensors_bytes(span, numel, Tier.HOST, setup) / max(1, numel)  # per element
-        touched = 2 * (master + states) + (0 if same else compute)
-        if tier is Tier.DEVICE:
-            add(STEP, "device", numel, touched + master)
-            if own is not Tier.DEVICE:
-                add(STEP, "down", numel, compute)
-            if own is Tier.DISK:
-                add(STEP, "write", numel, compute)
-            continue
-        if has_link:
-            add(PASSES, "down", arrivals * numel, fresh)
-        gradient = gradient_itemsize(span, tier, setup) or fresh
-        if span.is_whole and has_link:  # what is needed for the step comes up for it
-            add(STEP, "up", numel, master + states + gradient)
-            add(STEP, "device", numel, touched + master)
-            add(STEP, "down", numel, master + states)
-        else:
-            add(STEP, "host", numel, touched + gradient)
-        if own is Tier.DEVICE and has_link:
-            add(STEP, "up", numel, compute)
-        if tier is Tier.DISK:
-            add(STEP, "read", numel, master + states)
-            add(STEP, "write", numel, master + states)
-        if stores_gradients(tier, setup):
-            add(PASSES, "write", arrivals * numel, gradient)
-            add(PASSES, "read", (arrivals - 1) * numel, gradient)
-            add(STEP, "read", numel, gradient)
-        if own is Tier.DISK and not (same and tier is own):
-            add(STEP, "write", numel, compute)
+    states, _ = tensors_bytes(span, Tier.HOST, setup)
+    touched = 2 * (masters + states) + (copy if is_cast(span, setup.policy) else 0)
+    if tier is Tier.DEVICE:
+        add(STEP, "device", touched + masters)
+        if own is not Tier.DEVICE:
+            add(STEP, "down", copy)
+        if own is Tier.DISK:
+            add(STEP, "write", copy)
+        return work
+    arriving = copy if setup.world_size == 1 else masters
+    arrivals = setup.backward_per_step if setup.world_size == 1 else setup.reduces_per_step
+    gradient = numel * gradient_itemsize(span, tier, setup) or arriving
+    if has_link:
+        add(PASSES, "down", arrivals * arriving)
+    if span.is_whole and has_link:  # what is needed for the step comes up for it
+        add(STEP, "up", masters + states + gradient)
+        add(STEP, "device", touched + masters)
+        add(STEP, "down", masters + states)
+    else:
+        add(STEP, "host", touched + gradient)
+    if own is Tier.DEVICE and has_link:
+        add(STEP, "up", copy)
+    if tier is Tier.DISK:
+        add(STEP, "read", masters + states)
+        add(STEP, "write", masters + states)
+    if stores_gradients(tier, setup):
+        add(PASSES, "write", arrivals * gradient)
+        add(PASSES, "read", (arrivals - 1) * gradient)
+        add(STEP, "read", gradient)
+    if own is Tier.DISK and not shares_memory(span, placement, setup.policy):
+        add(STEP, "write", copy)
     return work
 
 
@@ -176,20 +176,25 @@ def _is_coded(numel: int, span: Span, setup: Setup) -> bool:
     return fits(CODECS.get(setup.wire), numel, dtype_of(wire_dtype(span, setup)))
 
 
-def work_in_total(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Work:
-    """Return the sum over all spans."""
+def collectives_in(layout: Layout, setup: Setup) -> list[Collective]:
+    """Return the collectives of all spans."""
+    used = zip(layout.units, uses(layout, setup))
+    return [each for unit, times in used for span in unit.spans for each in collectives_of(span, setup, times)]
+
+
+def work_in_total(
+    layout: Layout, placements: Sequence[Placement], setup: Setup, collectives: Iterable[Collective]
+) -> Work:
+    """Return the bytes of all spans and of `collectives`."""
     total: Work = {}
+    for each in collectives:
+        key = each.phase, each.road
+        total[key] = total.get(key, 0) + each.count * each.nbytes
     for unit, used in zip(layout.units, uses(layout, setup)):
         for span in unit.spans:
             for key, value in work_of(span, placements[span.index], setup, used).items():
                 total[key] = total.get(key, 0) + value
     return total
-
-
-def collectives_in(layout: Layout, setup: Setup) -> list[Collective]:
-    """Return the collectives of all spans."""
-    used = zip(layout.units, uses(layout, setup))
-    return [each for unit, times in used for span in unit.spans for each in collectives_of(span, setup, times)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,18 +244,18 @@ def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
 
 
 def seconds(
-    work: Work, machine: Machine, compute_s: float | None, sent_s: Mapping[tuple[str, str], float] | None = None
+    work: Work, machine: Machine, compute_s: float | None, sent_s: Mapping[tuple[str, str], float]
 ) -> dict[tuple[str, str], float | None]:
     """Return the seconds of each part of a step by itself; None if its speed is not known.
 
     Args:
         compute_s: of all passes.
-        sent_s: of gathers and reduces, from `Network.seconds`; without, their bytes count alone.
+        sent_s: of collectives, from `Network.seconds`; empty if the network is not known.
     """
     parts: dict[tuple[str, str], float | None] = {(PASSES, "compute"): compute_s} if compute_s != 0 else {}
     for (phase, road), value in work.items():
-        rate = getattr(machine, _SPEEDS[road])
-        parts[phase, road] = (sent_s or {}).get((phase, road), None if rate is None else value / rate)
+        rate = getattr(machine, _SPEEDS[road]) if road in _SPEEDS else None
+        parts[phase, road] = sent_s.get((phase, road), None if rate is None else value / rate)
     return parts
 
 

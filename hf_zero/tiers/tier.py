@@ -34,7 +34,6 @@ class Sizes:
 
     Attributes:
         block_numel: elements that the host optimizer updates at a time in mixed precision: they stay in the processor's cache.
-            The plan splits long spans between tiers at multiples of it.
         loop_numel: the same for an update that is a loop of operators: their temporary buffers stay in the cache and in
             malloc's heap. At most `block_numel`.
         slab_numel: elements of each array on disk that are read, updated and written at a time: a slab.

@@ -100,16 +100,16 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
     full.mkdir()
     (full / "mine.txt").write_text("x")
     for arguments, status, words in (
-        (("verify", str(tmp_path / "gone")), USAGE, "no such folder"),
-        (("verify", table), USAGE, "table.csv is a file: expected a checkpoint's folder"),
+        (("verify", str(tmp_path / "gone")), USAGE, "does not exist"),
+        (("verify", table), USAGE, "table.csv' is a file"),
         (("verify", str(model_folder)), WRONG, "is a model folder without zero_manifest.json"),
         (("export", str(model_folder)), USAGE, "--push-to-hub"),
-        (("export", str(tmp_path / "gone"), "--output", str(tmp_path / "out")), USAGE, "no such folder"),
+        (("export", str(tmp_path / "gone"), "--output", str(tmp_path / "out")), USAGE, "does not exist"),
         (("export", str(model_folder), "--output", table), USAGE, "table.csv is a file, expected a folder"),
         (("export", str(model_folder), "--output", str(full)), USAGE, "or --overwrite"),
         (("report", str(tmp_path)), USAGE, "zero_steps"),
         (("report", str(tmp_path), "--html", "/nowhere/a.html"), USAGE, "no folder /nowhere"),
-        (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "no such folder"),
+        (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "does not exist"),
         (("probe", "--output", "/nowhere/m.json"), USAGE, "no folder /nowhere"),
         (("verify",), USAGE, "Missing argument 'DIR'. See hf-zero verify --help."),
         (("frobnicate",), USAGE, "No such command 'frobnicate'"),
@@ -129,7 +129,7 @@ def test_a_traceback_only_with_debug(capsys: pytest.CaptureFixture[str], tmp_pat
     status, text = said(capsys, "verify", str(tmp_path / "gone"), "--debug")
     assert status == USAGE
     assert "Traceback" in text
-    assert text.splitlines()[-1].startswith("hf-zero: no such folder")
+    assert text.splitlines()[-1].startswith("hf-zero: Invalid value for 'DIR': dir")
 
 
 def test_an_export_as_json(capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def trained(rank: int, made: tuple[Any, torch.optim.Optimizer, zero.Engine]) -> 
 
 def most(config: zero.ZeroConfig, dtype: str, tier: Tier) -> int:
     engine = made(config, dtype)[2]
-    found = engine.plan.memory.at_most(tier)
+    found = engine.plan.memory.at_peak(tier)
     engine.detach()
     return found
 

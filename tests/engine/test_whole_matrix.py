@@ -213,7 +213,7 @@ def weighed(rank: int, world: int, folder: str) -> None:
     for name in SPLIT:
         all_, plain = wide(rank, name, zero.ZeroConfig(stage=3), range(3))
         least, _ = wide(rank, name, zero.ZeroConfig(stage=3, offload_optimizer="cpu", offload_params="cpu"), range(0))
-        peaks = [engine.exchange(engine.plan.memory.at_most(Tier.DEVICE)) for engine in (all_, least)]
+        peaks = [engine.exchange(engine.plan.memory.at_peak(Tier.DEVICE)) for engine in (all_, least)]
         budget = (max(peaks[0]) + max(peaks[1])) // 2
         config = zero.ZeroConfig(
             stage=3,
@@ -224,10 +224,10 @@ def weighed(rank: int, world: int, folder: str) -> None:
             host_memory="64MiB",
         )
         engine, found = wide(rank, name, config, range(3))
-        tiers = [(p.parameters.value, [tier.value for tier, _ in p.optimizer]) for p in engine.plan.placements]
+        tiers = [(p.parameters.value, p.home.value) for p in engine.plan.placements]
         assert all(other == tiers for other in engine.exchange(tiers))
-        assert len({tier for _, of in tiers for tier in of}) > 1, tiers
-        assert engine.plan.memory.at_most(Tier.DEVICE) <= budget
+        assert len({home for _, home in tiers}) > 1, tiers
+        assert engine.plan.memory.at_peak(Tier.DEVICE) <= budget
         assert all(torch.equal(p, q) for p, q in zip(found, plain, strict=True)), name
 
 

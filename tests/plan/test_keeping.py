@@ -44,7 +44,7 @@ def test_more_room_keeps_more_and_never_more_than_fits() -> None:
         assert found.traffic.gather == bare.traffic.gather - kept * (RANKS - 1) // RANKS
         assert found.traffic.reduce == bare.traffic.reduce
         assert found.memory.at_rest(Tier.DEVICE) == bare.memory.at_rest(Tier.DEVICE)
-        assert 0 <= found.memory.at_most(Tier.DEVICE) - bare.memory.at_most(Tier.DEVICE) <= kept
+        assert 0 <= found.memory.at_peak(Tier.DEVICE) - bare.memory.at_peak(Tier.DEVICE) <= kept
     assert seen == sorted(seen)
     assert seen[0] == 0
     assert seen[-1] == len(order)

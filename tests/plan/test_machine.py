@@ -12,7 +12,7 @@ import torch
 import hf_zero as zero
 from hf_zero.comm.group_wire import open_wire
 from hf_zero.comm.wire import SoloWire
-from hf_zero.plan.machine import Machine, ProbeSizes, free_host_bytes, group_bytes, here, measure, probe
+from hf_zero.plan.machine import Machine, free_host_bytes, group_bytes, here, measure, probe
 
 CPU = torch.device("cpu")
 
@@ -59,8 +59,7 @@ def test_an_address_space_limit_counts():
 
 
 def test_a_probe_measures_everything_there_is(tmp_path):
-    sizes = ProbeSizes(copy_bytes=8 << 20, disk_bytes=64 << 20, step_numel=1 << 20, most_gemm=512)
-    found = probe(CPU, SoloWire(), offload_dir=str(tmp_path), sizes=sizes)
+    found = probe(CPU, SoloWire(), offload_dir=str(tmp_path), nbytes=32 << 20)
     for name in (
         "host_bandwidth",
         "device_bandwidth",

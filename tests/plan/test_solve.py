@@ -19,8 +19,8 @@ from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
 from hf_zero.plan.outline import Batch
 from hf_zero.plan.plan import plan
-from hf_zero.plan.solve import TIE, PlanInputs, solve
-from hf_zero.plan.work import compute_flops, seconds, step_seconds, work_in_total
+from hf_zero.plan.solve import TIE, PlanInputs, excess, solve
+from hf_zero.plan.work import compute_flops
 from hf_zero.tiers.tier import Tier
 
 NEAR = 1.5
@@ -72,17 +72,17 @@ def every_placement(inputs: PlanInputs, tiers: tuple[Tier, ...] = TIERS):
 
 def cost(inputs: PlanInputs, placements) -> tuple[float, float]:
     """The step's time, and the sum of its parts."""
-    parts = seconds(work_in_total(inputs.layout, placements, inputs.setup), inputs.machine, inputs.compute_s)
-    return step_seconds(parts, inputs.machine, inputs.setup), sum(parts.values())
+    step = inputs.step(placements)
+    return step.seconds, sum(step.parts.values())
 
 
 def has_room(inputs: PlanInputs, placements) -> bool:
-    return not inputs.budgets.excess(inputs.memory(placements))
+    return not excess(inputs.budgets, inputs.memory(placements))
 
 
 def most(inputs: PlanInputs, tier: Tier, *pair: Tier) -> int:
     """Bytes in `tier` with everything in these two."""
-    return inputs.memory(inputs.all_in(*pair)).at_most(tier)
+    return inputs.memory(inputs.all_in(*pair)).at_peak(tier)
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
@@ -133,15 +133,14 @@ def test_the_budget_is_used_to_the_last_unit():
     all_there = most(inputs_for(layout), Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
     inputs = inputs_for(layout, all_there - (300 << 20), offload_params="none")
     found = solve(inputs)
-    assert {tier for placement in found for tier, _ in placement.optimizer} == {Tier.DEVICE, Tier.HOST}
-    assert all(len(placement.optimizer) == 1 for placement in found)
-    left = inputs.budgets.device - inputs.memory(found).at_most(Tier.DEVICE)
+    assert {placement.optimizer for placement in found} == {Tier.DEVICE, Tier.HOST}
+    left = inputs.budgets["device"] - inputs.memory(found).at_peak(Tier.DEVICE)
     assert 0 <= left < 16 << 20
 
 
 def test_everything_stays_where_it_fits():
     found = solve(inputs_for(layout_of([1 << 20] * 5, 1), 1 << 40, 1 << 40))
-    assert all(placement == Placement(Tier.DEVICE, ((Tier.DEVICE, 1 << 20),)) for placement in found)
+    assert all(placement == Placement(Tier.DEVICE, Tier.DEVICE) for placement in found)
 
 
 @pytest.mark.parametrize("compute_s", [0.0, 10.0])
@@ -150,7 +149,7 @@ def test_parameters_are_cast_from_masters_on_the_device(compute_s: float):
     layout = layout_of([1 << 22] * 8, 1)
     kept = most(inputs_for(layout), Tier.DEVICE, Tier.HOST, Tier.DEVICE)
     found = solve(inputs_for(layout, kept, 1 << 40, compute_s=compute_s))
-    assert sum(placement.numel(Tier.DEVICE) for placement in found) > 0.9 * layout.numel
+    assert sum(placement.optimizer is Tier.DEVICE for placement in found) > 0.9 * len(found)
     assert not any(placement.parameters is Tier.DEVICE for placement in found)
 
 
@@ -172,8 +171,7 @@ def test_a_thousand_blocks_that_do_not_fit_are_refused_in_seconds():
     ]  # fmt: skip
     layout = Layout.build(((f"h.{i}", specs) for i, specs in enumerate(specs)), 64)
     started = time.process_time()
-    with pytest.raises(zero.ConfigError, match="is short of"):
-        plan(inputs_for(layout, 100 << 20, 100 << 20, 0))
+    assert "is short of" in plan(inputs_for(layout, 100 << 20, 100 << 20, 0)).shortfall
     assert time.process_time() - started < 30.0  # of a processor: minutes where cost grows with the square
 
 
