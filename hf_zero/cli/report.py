@@ -10,9 +10,8 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
 from ..plan.record import FORMAT, RECENT
 from ..plan.report import duration
-from ..plan.work import COLLECTIVES, ROADS, WAITS
+from ..plan.work import COLLECTIVES, WAITS
 
 TOLERANCE = 0.05
 """Relative excess over the plan that is reported, for sizes above `SMALL_BYTES`."""
@@ -31,9 +30,6 @@ MUCH_WAITING = 0.2
 """Share of a step spent waiting for one thing that is reported."""
 MAX_BYTES = 4 << 30
 """Largest file of one rank: some million steps."""
-BETWEEN = "between steps (data, evaluation, saving)"
-COMPUTE = "computing and everything else"
-
 KIND_LABELS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -61,6 +57,12 @@ LABELS: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Label of each wait in a step, and advice that makes it shorter."""
+PARTS = {
+    "compute": "computing and everything else",
+    **{road: f"waiting: {label}" for road, (label, _) in LABELS.items()},
+    "between": "between steps (data, evaluation, saving)",
+}
+"""Label of each part of a step."""
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "facts": ("predicted", "world_size", "stage", "precision"),
@@ -111,8 +113,7 @@ class Run:
         return float(statistics.median(values))
 
     def planned_peak(self, tier: str) -> int:
-        predicted = self.facts["predicted"]
-        return int(predicted.get("peak_bytes", {}).get(tier, sum(predicted["peak"][tier].values())))
+        return int(self.facts["predicted"]["peak_bytes"][tier])
 
     def peak(self, tier: str, kind: str) -> int:
         return max(step["peak"].get(tier, {}).get(kind, 0) for step in self.steps)
@@ -121,9 +122,13 @@ class Run:
         return max(step["process"].get(name, 0) for step in self.steps)
 
     def parts_s(self) -> dict[str, float]:
-        """Seconds by part of a step, each the median over the usual steps."""
-        parts = [parts_of(step) for step in self.usual]
-        return {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+        """Seconds by part of a step (`PARTS`), each the median over the usual steps; those of one step add up to it."""
+        steps = []
+        for step in self.usual:
+            waits = {road: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
+            rest = step["seconds"] - step["between_s"] - sum(waits.values())
+            steps.append({"compute": max(0.0, rest), **waits, "between": float(step["between_s"])})
+        return {name: statistics.median(step[name] for step in steps) for name in PARTS}
 
 
 def read(path: Path) -> Run:
@@ -216,12 +221,12 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "state": "ended" if all(each.ended for each in runs) else "not ended",
         "last_written_s_ago": min(each.age_s for each in runs),
         "steps": len(run.steps),
+        "notes": notes,
     }
     if not run.steps:
         verdict = {"topic": "Verdict", "ok": None, "value": "Started", "text": "the first step is not over yet"}
-        return {**out, "notes": notes, "verdict": [verdict]}
-    facts, waits = run.facts, {road: run.median("wait_s", road) for road in WAITS}
-    median, between = run.median("seconds"), run.median("between_s")
+        return {**out, "verdict": [verdict]}
+    facts = run.facts
     out |= {
         "first_step": run.steps[0]["step"],
         "last_step": run.steps[-1]["step"],
@@ -229,19 +234,11 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "facts": facts,
         "memory": list(_memory_rows(run)),
         "traffic": list(_traffic_rows(run)),
-        "time": {
-            "total_s": run.steps[-1]["at_s"],
-            "step_s": median,
-            "predicted_step_s": facts["predicted"]["step_s"],
-            "between_s": between,
-            "wait_s": waits,
-            "rest_s": max(0.0, median - between - sum(waits.values())),
-        },
+        "total_s": run.steps[-1]["at_s"],
         "batch": {name: run.median(name) * int(facts["world_size"]) for name in ("samples", "tokens")},
         "throughput": throughput(runs),
         "losses": [{"step": log["step"], **log["values"]} for log in run.logs],
         "ranks": [_rank_row(each) for each in runs],
-        "notes": notes,
     }
     out["warnings"] = list(_warnings(out))
     out["verdict"] = [dict(zip(("topic", "ok", "value", "text"), row)) for row in _verdict(out)]
@@ -276,33 +273,25 @@ def throughput(runs: Sequence[Run]) -> dict[str, Any]:
     return out
 
 
-def parts_of(step: Mapping[str, Any]) -> dict[str, float]:
-    """Split the seconds of one step by what they were spent on; the parts add up to the step."""
-    waits = {f"waiting: {LABELS[road][0]}": float(step["wait_s"].get(road, 0.0)) for road in WAITS}
-    between = float(step["between_s"])
-    rest = max(0.0, step["seconds"] - between - sum(waits.values()))
-    return {COMPUTE: rest, **waits, BETWEEN: between}
-
-
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
     predicted = run.facts["predicted"]["peak"]
     for tier in (tier.value for tier in TIERS):
         rows = [(kind, int(predicted[tier][kind]), run.peak(tier, kind)) for kind in KINDS]
         rows = [row for row in rows if row[1] or row[2]]
-        if rows:
-            rows.append(("all", run.planned_peak(tier), run.peak(tier, "all")))
+        rows += [("all", run.planned_peak(tier), run.peak(tier, "all"))] if rows else []
         for kind, planned, counted in rows:
-            off = _relative(planned, counted)
-            yield {"tier": tier, "kind": kind, "predicted": planned, "counted": counted, "off": off}
+            yield {"tier": tier, "kind": kind, **_compared(planned, counted)}
 
 
 def _traffic_rows(run: Run) -> Iterator[dict[str, Any]]:
-    for road in (*ROADS[:2], "scalar", "agree", *ROADS[2:]):
+    for road in WAITS[:-1]:
         planned, counted = run.facts["predicted"]["traffic"].get(road), run.median("bytes", road)
         if planned or counted:
-            off = None if planned is None else _relative(planned, counted)
-            row = {"road": road, "predicted": planned, "counted": counted, "off": off}
-            yield {**row, "wait_s": run.median("wait_s", road)}
+            yield {"road": road, **_compared(planned, counted)}
+
+
+def _compared(planned: float | None, counted: float) -> dict[str, float | None]:
+    return {"predicted": planned, "counted": counted, "off": None if planned is None else _relative(planned, counted)}
 
 
 def _relative(planned: float, found: float) -> float | None:
@@ -325,7 +314,7 @@ def _verdict(out: dict[str, Any]) -> Iterator[tuple[str, bool | None, str, str]]
     on_device, process = (max(row[f"{of}_peak_bytes"] for row in out["ranks"]) for of in ("allocated", "rss"))
     kind = "device memory" if on_device else "process memory, with Python and libraries"
     yield "Peak memory", None, size_text(on_device or process), f"{kind}, highest rank"
-    yield "Time", None, duration(out["time"]["total_s"]), f"{out['steps']:,} steps of {out['time']['step_s']:.3g} s"
+    yield "Time", None, duration(out["total_s"]), f"{out['steps']:,} steps of {out['ranks'][0]['step_s']:.3g} s"
     is_over, of = out["state"] == "ended", f" of {out['max_steps']:,}" if out["max_steps"] else ""
     state = f"{'finished after' if is_over else 'in progress or killed:'} step {out['last_step']:,}{of}"
     state += "" if is_over else f", last written {duration(out['last_written_s_ago'])} ago"
@@ -346,11 +335,11 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
                 f"{KIND_LABELS[most['kind']]} ({size_text(most['counted'])}, "
                 f"{size_text(most['predicted'])} planned)."
             )
-    spent = out["time"]
-    for road, waited in spent["wait_s"].items():
-        if waited > MUCH_WAITING * spent["step_s"]:
-            label, advice = LABELS[road]
-            yield f"{waited / spent['step_s']:.0%} of a step waits for: {label}. What helps: {advice}."
+    first = out["ranks"][0]
+    for road, (label, advice) in LABELS.items():
+        share = first["parts_s"][road] / first["step_s"] if first["step_s"] else 0.0
+        if share > MUCH_WAITING:
+            yield f"{share:.0%} of a step waits for: {label}. What helps: {advice}."
 
 
 def _is_above(row: Mapping[str, Any]) -> bool:
@@ -370,58 +359,49 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[dict[s
     """
     devices = [out["facts"]["machine"]["device"].partition(":")[0] for out in (one, other)]
     batches = zip(one["batch"].values(), other["batch"].values())
-    left_out = {
-        "model": "The models have different sizes: memory, speed and loss are not compared.",
-        "device": f"The runs used different devices ({' and '.join(devices)}): speed is not compared.",
-        "work": "The runs have different batches per step: the time of a step is not compared.",
-    }
-    if one["facts"]["parameters"] == other["facts"]["parameters"]:
-        del left_out["model"]
-    if devices[0] == devices[1]:
-        del left_out["device"]
-    if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in batches):
-        del left_out["work"]
-    figures = [
-        (what, unit, value(one), value(other)) for what, unit, needs, value in _FIGURES if not left_out.keys() & needs
-    ]
-    if "model" not in left_out:
-        figures += _loss_figures(one, other)
+    kinds, left_out = {"setting", "memory", "speed", "step"}, []
+    if one["facts"]["parameters"] != other["facts"]["parameters"]:
+        kinds = {"setting"}
+        left_out.append("The models have different sizes: memory, speed and loss are not compared.")
+    elif devices[0] != devices[1]:
+        kinds -= {"speed", "step"}
+        left_out.append(f"The runs used different devices ({' and '.join(devices)}): speed is not compared.")
+    elif not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in batches):
+        kinds.remove("step")
+        left_out.append("The runs have different batches per step: the time of a step is not compared.")
+    pairs = zip(_figures(one), _figures(other))
+    found = [(what, unit, a, b) for (kind, what, unit, a), (*_, b) in pairs if kind in kinds]
+    found += _loss_figures(one, other) if "memory" in kinds else ()
     rows = []
-    for what, unit, a, b in figures:
+    for what, unit, a, b in found:
         if a is not None or b is not None:
-            numbers = unit != "setting" and isinstance(a, (int, float)) and isinstance(b, (int, float))
-            change = _relative(a, b) if numbers else None
+            are_numbers = unit != "setting" and isinstance(a, (int, float)) and isinstance(b, (int, float))
+            change = _relative(a, b) if are_numbers else None
             rows.append({"what": what, "unit": unit.replace("setting", ""), "values": [a, b], "change": change})
-    kept = ("model",) if "model" in left_out else tuple(left_out)
-    return rows, [left_out[name] for name in kept]
+    return rows, left_out
 
 
-def _highest(out: dict[str, Any], key: str, tier: str | None = None) -> int | None:
-    """The value of the highest rank; None where no rank has any."""
-    return max(row[key] if tier is None else row[key][tier] for row in out["ranks"]) or None
-
-
-_SPEED = {"model", "device"}
-_FIGURES: tuple[tuple[str, str, set[str], Callable[[dict[str, Any]], Any]], ...] = (
-    ("model", "setting", set(), lambda out: out["facts"].get("about", {}).get("model")),
-    ("parameters", "setting", set(), lambda out: out["facts"]["parameters"]),
-    ("stage", "setting", set(), lambda out: out["facts"]["stage"]),
-    ("ranks", "setting", set(), lambda out: out["facts"]["world_size"]),
-    ("optimizer offload", "setting", set(), lambda out: out["facts"]["config"].get("offload_optimizer")),
-    ("parameter offload", "setting", set(), lambda out: out["facts"]["config"].get("offload_params")),
-    ("steps", "setting", set(), lambda out: out["steps"]),
-    *((f"{tier.value} memory, highest rank", "bytes", {"model"}, partial(_highest, key="peak_bytes", tier=tier.value))
-      for tier in TIERS),
-    ("torch's device memory, highest rank", "bytes", {"model"}, partial(_highest, key="allocated_peak_bytes")),
-    ("process memory, highest rank", "bytes", {"model"}, partial(_highest, key="rss_peak_bytes")),
-    ("time per step (median)", "s", {*_SPEED, "work"}, lambda out: out["time"]["step_s"]),
-    ("waiting per step (median)", "s", {*_SPEED, "work"}, lambda out: out["ranks"][0]["wait_s"]),
-    ("sent per step", "bytes", {*_SPEED, "work"},
-     lambda out: sum(row["counted"] for row in out["traffic"] if row["road"] in COLLECTIVES)),
-    ("tokens/s", "1/s", _SPEED, lambda out: out["throughput"]["tokens_per_s"]),
-    ("samples/s", "1/s", _SPEED, lambda out: out["throughput"]["samples_per_s"]),
-)  # fmt: skip
-"""(what, unit, what must be equal for a comparison, value)."""
+def _figures(out: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield (kind, what, unit, value): memory needs equal models, speed equal devices as well, steps equal batches as well."""
+    facts, ranks, rates = out["facts"], out["ranks"], out["throughput"]
+    settings = {
+        "model": facts.get("about", {}).get("model"),
+        "parameters": facts["parameters"],
+        "stage": facts["stage"],
+        "ranks": facts["world_size"],
+        "optimizer offload": facts["config"].get("offload_optimizer"),
+        "parameter offload": facts["config"].get("offload_params"),
+        "steps": out["steps"],
+    }
+    yield from (("setting", what, "setting", value) for what, value in settings.items())
+    memory = {f"{tier.value} memory": [row["peak_bytes"][tier.value] for row in ranks] for tier in TIERS}
+    memory["torch's device memory"] = [row["allocated_peak_bytes"] for row in ranks]
+    memory["process memory"] = [row["rss_peak_bytes"] for row in ranks]
+    yield from (("memory", f"{what}, highest rank", "bytes", max(sizes) or None) for what, sizes in memory.items())
+    yield "step", "time per step (median)", "s", ranks[0]["step_s"]
+    yield "step", "waiting per step (median)", "s", ranks[0]["wait_s"]
+    yield "step", "sent per step", "bytes", sum(r["counted"] for r in out["traffic"] if r["road"] in COLLECTIVES)
+    yield from (("speed", f"{name}/s", "1/s", rates[f"{name}_per_s"]) for name in ("tokens", "samples"))
 
 
 def _loss_figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..config import size_text
 from ..errors import ConfigError, needs
 from ..plan.costs import TIERS
 from .files import writable
-from .report import KIND_LABELS, LABELS, Run, differences, read_all, summary
+from .report import KIND_LABELS, LABELS, PARTS, Run, differences, read_all, summary
 from .show import print_json, ranks_text, table, text
 
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
@@ -142,13 +141,13 @@ def tables_of(out: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequenc
     ]
     yield "Every rank", ("rank", *peaks, "process peak", "step", "waiting"), rows
     parts = [
-        (name, *(percent(row["parts_s"][name] / (sum(row["parts_s"].values()) or 1)) for row in ranks))
-        for name in ranks[0]["parts_s"]
-        if any(row["parts_s"][name] > 0 for row in ranks)
+        (label, *(f"{row['parts_s'][part] / (sum(row['parts_s'].values()) or 1):.1%}" for row in ranks))
+        for part, label in PARTS.items()
+        if any(row["parts_s"][part] > 0 for row in ranks)
     ]
-    planned = out["time"]["predicted_step_s"]
+    planned = out["facts"]["predicted"]["step_s"]
     plan = "" if planned is None else f"; planned {planned:.4g} s"
-    title = f"Time of a step ({out['time']['step_s']:.4g} s, median{plan})"
+    title = f"Time of a step ({ranks[0]['step_s']:.4g} s, median{plan})"
     yield title, ("", *(f"rank {row['rank']}" for row in ranks)), parts
     moved = [(LABELS[row["road"]][0], *_against(row)) for row in out["traffic"]]
     if moved:
@@ -162,10 +161,6 @@ def _against(row: dict[str, Any]) -> tuple[str, str, str]:
 
 def _change(share: float | None) -> str:
     return "" if share is None else f"{share:+.1%}"
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def value_text(value: Any, unit: str) -> str:
@@ -235,7 +230,7 @@ def charts_of(runs: Sequence[Run], out: dict[str, Any]) -> Iterator[dict[str, An
         for name, label in (("loss", "training"), ("eval_loss", "evaluation"))
     ]
     yield from _chart("loss", "Loss", "As the training loop logged it.", "loss", losses, from_zero=False)
-    yield from _speed(runs)
+    yield from _speed(runs, out)
     for tier in (tier.value for tier in TIERS):
         unit, size = _unit(max(each.peak(tier, "all") for each in runs))
         lines = [_rank_line(each, size, lambda step: step["peak"].get(tier, {}).get("all", 0)) for each in runs]  # noqa: B023
@@ -277,7 +272,7 @@ def _drawn(run: Run) -> list[dict[str, Any]]:
     return run.steps[:: -(-len(run.steps) // MOST_POINTS)]
 
 
-def _speed(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+def _speed(runs: Sequence[Run], out: dict[str, Any]) -> Iterator[dict[str, Any]]:
     what = "tokens" if any(step.get("tokens") for step in runs[0].steps) else "samples"
     share = int(runs[0].facts["world_size"]) / len(runs)
     by_rank = [{step["step"]: step for step in run.steps} for run in runs]
@@ -288,7 +283,7 @@ def _speed(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         if len(same) == len(runs) and rate:
             points.append((step["step"], rate * share))
     if points:
-        middle = statistics.median(rate for _, rate in points[1:] or points)
+        middle = out["throughput"][f"{what}_per_s"] or 0.0
         median = _line("median", [(points[0][0], middle), (points[-1][0], middle)], "dash")
         about = (
             f"{what.capitalize()} per second of all ranks. Waiting, data loading, evaluation and padding are included."

@@ -120,8 +120,8 @@ def test_json(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[
         assert peaks[row.tier, row.kind]["predicted"] == row.predicted_peak
     moved = {row["road"]: row["counted"] for row in out["traffic"]}
     assert moved == {row.road: row.measured_bytes for row in report.roads if row.road != "optimizer"}
-    time = out["time"]
-    assert time["rest_s"] + time["between_s"] + sum(time["wait_s"].values()) == pytest.approx(time["step_s"], rel=0.5)
+    (rank,) = out["ranks"]
+    assert sum(rank["parts_s"].values()) == pytest.approx(rank["step_s"], rel=0.5)
     assert out["notes"] == []
 
 
@@ -271,7 +271,7 @@ def test_masters_count_as_optimizer_state() -> None:
     )
     assert masters > 0
     assert report.measured["optimizer"] == masters  # before the first step there is nothing else
-    assert report.measured["parameters"] == report.predicted.parameters
+    assert report.measured["parameters"] == report.predicted["parameters"]
 
 
 def test_a_run_in_progress(
