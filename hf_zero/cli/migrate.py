@@ -59,6 +59,7 @@ _ZERO = "zero_optimization."
 _DEVICES = {"none": "none", "cpu": "cpu", "nvme": "disk"}
 _SWITCH = {"true": True, "false": False}
 _TO_HOST = {"true": "cpu", "false": "none"}
+_BOTH_TO_HOST = {"true": ["cpu", "cpu"], "false": ["none", "none"]}
 _INT8 = {"true": "int8", "false": None}
 _WHOLE = "every checkpoint has full weights, written by all ranks; from_pretrained loads it"
 _DATA_PARALLEL = "every rank is a data parallel rank"
@@ -169,8 +170,8 @@ FSDP = (
         "true": 3, "false": 2, "full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3,
         "hybrid_shard_zero2": 2,
     }),
-    Row("offload_params", "same", "offload_params", _TO_HOST, "FSDP offloads the optimizer with the parameters"),
-    Row("cpu_offload", "same", "offload_params", _TO_HOST),
+    Row("offload_params", "same", "offload_params, offload_optimizer", _BOTH_TO_HOST, "both, as FSDP does"),
+    Row("cpu_offload", "same", "offload_params, offload_optimizer", _BOTH_TO_HOST, "both, as FSDP does"),
     Row("mixed_precision_policy.reduce_dtype", "same", "reduce_dtype"),
     Row("activation_checkpointing", "trainer", "gradient_checkpointing", _SWITCH),
     *_rows("not needed", "", {
@@ -329,21 +330,23 @@ def _object(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
 
 def _trainer(made: Migration, values: dict[str, Any]) -> None:
     """`TrainingArguments(fsdp=…, fsdp_config=…)`, or the file that fsdp_config names."""
-    asked = values.get("fsdp", [])
-    words = asked.split() if isinstance(asked, str) else list(map(str, asked)) if isinstance(asked, list) else []
+    words = values.get("fsdp", [])
+    words = words.split() if isinstance(words, str) else list(map(str, words)) if isinstance(words, list) else []
     inner = values.get("fsdp_config", {key: value for key, value in values.items() if key != "fsdp"})
     strategies = {name for row in FSDP if row.key == "sharding_strategy" for name in row.values or {}}
     meant: dict[str, dict[str, Any]] = {word: {"sharding_strategy": word} for word in strategies}
     meant |= {"offload": {"offload_params": True}, "auto_wrap": {"auto_wrap_policy": "auto_wrap"}}
+    found: dict[str, Any] = {}
     for word in words:
         if word in meant:
-            _apply(made, meant[word], FSDP, "fsdp: ")
+            found |= meant[word]
         else:
             made.findings.append(Finding("fsdp", word, UNKNOWN, "", _suggestion(word, meant)))
     if isinstance(inner, Mapping):
-        _apply(made, _unprefixed(inner), FSDP, "fsdp_")
+        found |= _unprefixed(inner)
     elif inner:
         made.findings.append(Finding("fsdp_config", inner, UNKNOWN, "", "a file: run hf-zero migrate on it, too"))
+    _apply(made, found, FSDP, "fsdp_")
     made.settings.setdefault("stage", max(STAGES))  # FSDP's own default: full_shard
 
 
@@ -400,14 +403,16 @@ def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
     if here is None:
         return _NOTHING_ASKED
     target = made.settings if row.verdict == "same" else made.trainer
-    names = [name.strip() for name in row.into.split(",")]
-    for name, part in zip(names, here if len(names) > 1 and isinstance(here, list) else [here]):
+    names = row.into.split(", ")
+    parts = dict(zip(names, here if len(names) > 1 and isinstance(here, list) else [here]))
+    for name, part in parts.items():
         if target.setdefault(name, part) != part:
             return "lost", "", f"{name} is {target[name]!r} already: here it is one setting"
+    becomes = ", ".join(f"{name}={part}" for name, part in parts.items())
     if str(value).lower().startswith("hybrid") or (row.key, str(value)) in _HYBRID_NUMBERS:
-        verdict, becomes, why = _replicas(made, made.machines, "number of machines")
-        return verdict, f"{row.into}={here}, {becomes}", why
-    return row.verdict, f"{row.into}={here}", row.why
+        verdict, replicas, why = _replicas(made, made.machines, "number of machines")
+        return verdict, f"{becomes}, {replicas}", why
+    return row.verdict, becomes, row.why
 
 
 def _replicas(made: Migration, count: float | None, what: str) -> tuple[str, str, str]:
@@ -427,9 +432,6 @@ def _finish(made: Migration) -> None:
     if precision != "no":
         made.trainer[precision] = True
     made.trainer = {name: value for name, value in made.trainer.items() if value is not False}
-    is_fsdp = any(found.key.endswith(("fsdp_offload_params", "fsdp: offload_params")) for found in made.findings)
-    if is_fsdp and settings.get("offload_params") == "cpu":
-        settings["offload_optimizer"] = "cpu"
     stage = settings.setdefault("stage", 0 if made.kind == "DeepSpeed" else ZeroConfig().stage)
     policy = STAGES.get(stage) if isinstance(stage, int) else None  # ZeroConfig refuses others below
     unused: list[tuple[str, str]] = []
