@@ -83,9 +83,7 @@ Batch = Annotated[int, _count("Sequences of a rank (or group of --zero-sp-size) 
 Tokens = Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")]
 Accumulation = Annotated[int, _count("Micro-batches per step.", MOST_ROWS, "N")]
 Checkpointing = Annotated[bool, _switch("gradient-checkpointing", "Keep only the blocks' inputs for backward.")]
-Machine = Annotated[
-    str | None, _flag("Sizes and speeds of one rank, as `hf-zero probe` writes them; simulate: an H100's.", "FILE")
-]
+Machine = Annotated[str | None, _flag("Sizes and speeds of one rank, as `hf-zero probe` writes them.", "FILE")]
 Keep = Annotated[str | None, _size("Device memory for units that stay gathered.")]
 Offload = Literal["none", "cpu", "disk", "auto"]
 Activations = Annotated[Literal["none", "cpu", "disk"], _setting("offload_activations")]
@@ -229,7 +227,7 @@ def simulate(
     """Count the collectives of one step on any number of ranks, and estimate its time.
 
     Nothing runs: collectives and bytes are those of the plan, and the time is hops and bytes over
-    the links of the network. No weights are read.
+    the links of the network, with the speeds of an H100 or of --machine. No weights are read.
 
     \b
     Examples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ LADDER = (
 )
 """Stage, gradient checkpointing, tiers of optimizer state, parameters and activations, in the order of their cost in time; the
 last two for sequences whose activations alone are too large. Stages 0 and 1 take as much time as 2, and more memory."""
+OFFLOADS = {"offload_optimizer": "optimizer", "offload_params": "parameters", "offload_activations": "activations"}
 GOOD, BAD = "green", "bold red"
 _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host", "compute": "forward and backward"}
 
@@ -105,7 +107,7 @@ class Asked:
         """
         config, model = replace(self.config, **settings), self.model
         precision = Precision.of(self.mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
-        batch = None if model.architecture is None else Batch(
+        batch = Batch(
             self.batch, self.sequence, self.gradient_checkpointing, config.offload_activations, model.architecture,
             config.sp_size, config.chunked_loss,
         )  # fmt: skip
@@ -143,7 +145,7 @@ def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
     if all_stages or not fits:  # the one stage that was asked for does not fit
         _show_answer(console, asked, plans[0].inputs.budgets, suggested)
     else:
-        _show_settings(console, asked, asked.config)
+        _show_settings(console, asked.mixed_precision, plans[0])
     if all_stages:
         _show_stages(console, plans, asked)
     else:
@@ -180,38 +182,18 @@ def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space
 # Settings that fit --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Settings and their plan."""
-
-    asked: Asked
-    made: Plan
-
-    @property
-    def text(self) -> str:
-        """Return such as `stage 3 + gradient checkpointing + optimizer on cpu`."""
-        config = self.made.config
-        words = [f"stage {config.stage}"] + ["gradient checkpointing"] * self.asked.gradient_checkpointing
-        offloads = (
-            ("optimizer", config.offload_optimizer),
-            ("parameters", config.offload_params),
-            ("activations", config.offload_activations),
-        )
-        return " + ".join(words + [f"{what} on {where}" for what, where in offloads if where != "none"])
-
-
-def choices(asked: Asked) -> Iterator[Choice]:
+def choices(asked: Asked) -> Iterator[Plan]:
     """Yield plans of `LADDER` without budgets, with the offloads that were asked for."""
     free = replace(asked, machine=Machine())
     for stage, checkpointing, *tiers in LADDER:
         checkpoints = checkpointing and asked.model.architecture is not None
         changed = replace(free, gradient_checkpointing=free.gradient_checkpointing or checkpoints)
         offloads = {}
-        for name, tier in zip(("offload_optimizer", "offload_params", "offload_activations"), tiers):
+        for name, tier in zip(OFFLOADS, tiers):
             wanted = getattr(asked.config, name)
             offloads[name] = tier if wanted in ("none", "auto") else wanted
         with suppress(ConfigError):  # does not combine with the other settings
-            yield Choice(changed, changed.plan(stage=stage, **offloads, device_memory=None, host_memory=None))
+            yield changed.plan(stage=stage, **offloads, device_memory=None, host_memory=None)
 
 
 def usable_bytes(memory_bytes: int) -> int:
@@ -219,68 +201,75 @@ def usable_bytes(memory_bytes: int) -> int:
     return int(memory_bytes * (1 - MARGIN))
 
 
-def best(asked: Asked, budgets: Mapping[str, int]) -> Choice | None:
+def best(asked: Asked, budgets: Mapping[str, int]) -> Plan | None:
     """Return the first of `LADDER` that fits the budgets; else with one row at a time."""
-    tries = [asked]
-    if asked.batch > 1:
-        tries.append(replace(asked, batch=1, accumulation=asked.accumulation * asked.batch))
-    tried = (choice for each in tries for choice in choices(each))
-    return next((choice for choice in tried if not excess(budgets, choice.made.memory)), None)
+    one_by_one = replace(asked, batch=1, accumulation=asked.accumulation * asked.batch)
+    tried = (made for each in (asked, one_by_one) for made in choices(each))
+    return next((made for made in tried if not excess(budgets, made.memory)), None)
 
 
-def _show_answer(console: Console, asked: Asked, budgets: Mapping[str, int], choice: Choice | None) -> None:
-    """Print the choice that fits the given memory, or one for each size of GPU."""
+def _described(made: Plan) -> str:
+    """Return such as `stage 3 + gradient checkpointing + optimizer on cpu`."""
+    words = [f"stage {made.config.stage}"]
+    words += ["gradient checkpointing"] if made.inputs.batch and made.inputs.batch.checkpointing else []
+    tiers = ((what, getattr(made.config, name)) for name, what in OFFLOADS.items())
+    return " + ".join(words + [f"{what} on {tier}" for what, tier in tiers if tier != "none"])
+
+
+def _show_answer(console: Console, asked: Asked, budgets: Mapping[str, int], made: Plan | None) -> None:
+    """Print the plan that fits the given memory, or one for each size of GPU."""
     if "device" in budgets or "together" in budgets:
-        if choice is None:
-            text(console, "Nothing fits: use more ranks, more memory or a smaller model.", BAD)
-            return
         memory = size_text(budgets.get("device", budgets.get("together", 0)))
-        more = "" if choice.asked.batch == asked.batch else ", one sequence at a time"
-        text(console, f"{memory} fits {choice.text}{more}: {_needs(choice.made)}.", GOOD)
-        _show_settings(console, choice.asked, choice.made.config)
+        _show_choice(
+            console, asked, f"{memory} fits", made, "Nothing fits: use more ranks, more memory or a smaller model."
+        )
         return
     found = list(choices(asked))
-    by_size: dict[str, Choice | None] = {}
+    fitting: dict[str, Plan | None] = {}
     for name, size in GPUS.items():
-        enough = (one for one in found if one.made.memory.at_peak(Tier.DEVICE) <= usable_bytes(size))
-        by_size[name] = next(enough, None)
+        fitting[name] = next((each for each in found if each.memory.at_peak(Tier.DEVICE) <= usable_bytes(size)), None)
     names = [*GPUS]
-    shown = next((name for name in names[names.index(_COMMON) :] if by_size[name] is not None), None)
-    if shown is None:
-        text(console, f"Nothing fits up to {names[-1]} per rank: use more ranks, or a smaller model.", BAD)
-    elif (choice := by_size[shown]) is not None:
-        text(console, f"{shown} GPUs fit {choice.text}: {_needs(choice.made)}.", GOOD)
-        _show_settings(console, choice.asked, choice.made.config)
-    groups: dict[int, list[str]] = {}
-    for name, one in by_size.items():
-        groups.setdefault(-1 if one is None else found.index(one), []).append(name)
+    nothing = f"Nothing fits up to {names[-1]} per rank: use more ranks, or a smaller model."
+    shown = next((name for name in names[names.index(_COMMON) :] if fitting[name]), names[-1])
+    _show_choice(console, asked, f"{shown} GPUs fit", fitting[shown], nothing)
     rows: list[tuple[str | Text, ...]] = []
-    for place, sizes in groups.items():
-        if place < 0:
+    for _, group in groupby(names, lambda name: id(fitting[name])):
+        sizes = list(group)
+        if (one := fitting[sizes[0]]) is None:
             rows.append((", ".join(sizes), Text("does not fit", style=BAD), "", ""))
         else:
-            memory_of = found[place].made.memory
-            peaks = (short_size(memory_of.at_peak(tier)) for tier in (Tier.DEVICE, Tier.HOST))
-            rows.append((", ".join(sizes), found[place].text, *peaks))
+            peaks = (short_size(one.memory.at_peak(tier)) for tier in (Tier.DEVICE, Tier.HOST))
+            rows.append((", ".join(sizes), _described(one), *peaks))
     table(console, "By GPU", ("GPU", "fastest settings that fit", "device peak", "host peak"), rows, left=2)
 
 
-def _needs(made: Plan) -> str:
-    device, host = (made.memory.at_peak(tier) for tier in (Tier.DEVICE, Tier.HOST))
-    return f"{short_size(device)} of device memory at peak{f', {short_size(host)} of host memory' if host else ''}"
+def _show_choice(console: Console, asked: Asked, what: str, made: Plan | None, nothing: str) -> None:
+    if made is None:
+        text(console, nothing, BAD)
+        return
+    device, host = (short_size(made.memory.at_peak(tier)) for tier in (Tier.DEVICE, Tier.HOST))
+    more = ", one sequence at a time" if made.inputs.backward_per_step != asked.accumulation else ""
+    peaks = f"{device} of device memory at peak{f', {host} of host memory' if host != '0' else ''}"
+    text(console, f"{what} {_described(made)}{more}: {peaks}.", GOOD)
+    _show_settings(console, asked.mixed_precision, made)
 
 
-def _show_settings(console: Console, asked: Asked, config: ZeroConfig) -> None:
+def _show_settings(console: Console, precision: str, made: Plan) -> None:
     """Print a command and the same as code."""
-    trainer: dict[str, Any] = {} if asked.mixed_precision == "no" else {asked.mixed_precision: True}
-    trainer |= {"per_device_train_batch_size": asked.batch}
-    trainer |= {"gradient_accumulation_steps": asked.accumulation} if asked.accumulation > 1 else {}
-    trainer |= {"gradient_checkpointing": True} if asked.gradient_checkpointing else {}
+    config, batch, micros = made.config, made.inputs.batch, made.inputs.backward_per_step
+    trainer: dict[str, Any] = {} if precision == "no" else {precision: True}
+    trainer |= {} if batch is None else {"per_device_train_batch_size": batch.rows}
+    trainer |= {"gradient_accumulation_steps": micros} if micros > 1 else {}
+    trainer |= {"gradient_checkpointing": True} if batch is not None and batch.checkpointing else {}
     unused = () if config.is_auto else ("device_memory", "host_memory")
-    values = {item.name: getattr(config, item.name) for item in fields(ZeroConfig) if item.name not in unused}
     stock = ZeroConfig()
-    settings = {name: value for name, value in values.items() if name == "stage" or value != getattr(stock, name)}
-    pasted(console, as_command(asked.world_size, settings, trainer))
+    settings = {
+        name: value
+        for name in ZeroConfig.__dataclass_fields__
+        if (value := getattr(config, name)) != getattr(stock, name) or name == "stage"
+        if name not in unused
+    }
+    pasted(console, as_command(made.inputs.world_size, settings, trainer))
     for line in as_training_arguments(settings, trainer):
         pasted(console, line)
 
