@@ -9,7 +9,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,8 +29,7 @@ from . import OK, WRONG
 from .files import cache_folder, read_settings, writable
 from .show import print_json, ranks_text, short_size, table, text
 
-GOOD, NOTE, BAD = "ok", "note", "wrong"
-_STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
+_STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 BUSY_SHARE = 0.25
 """Share of the processors in use by other programs that makes measured times too long."""
 TAKEN_SHARE = 0.1
@@ -44,27 +44,28 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Check:
-    """One row: the checked thing, the finding, a verdict, and advice."""
+    """One row: the checked thing, the finding, and advice; `is_wrong`: training would fail, or take another engine."""
 
     what: str
     found: str
-    verdict: str
     advice: str = ""
+    is_wrong: bool = False
 
-
-def _noted(what: str, found: str, advice: str) -> Check:
-    return Check(what, found, NOTE if advice else GOOD, advice)
+    @property
+    def verdict(self) -> str:
+        return "wrong" if self.is_wrong else "note" if self.advice else "ok"
 
 
 def run(offload_dir: str | None, as_json: bool) -> int:
     """Print all checks; return status 1 if one is wrong."""
     found = list(checks(offload_dir))
-    is_well = all(check.verdict != BAD for check in found)
+    is_well = not any(check.is_wrong for check in found)
     if as_json:
-        print_json({"well": is_well, "checks": [asdict(check) for check in found]})
+        rows = [{"what": c.what, "found": c.found, "verdict": c.verdict, "advice": c.advice} for c in found]
+        print_json({"well": is_well, "checks": rows})
     else:
-        rows = [(c.what, c.found, Text(c.verdict, style=_STYLES[c.verdict]), c.advice) for c in found]
-        table(Console(), f"hf_zero {__version__} on {host_name()}", ("what", "found", "", "to do"), rows, left=4)
+        cells = [(c.what, c.found, Text(c.verdict, style=_STYLES[c.verdict]), c.advice) for c in found]
+        table(Console(), f"hf_zero {__version__} on {host_name()}", ("what", "found", "", "to do"), cells, left=4)
     return OK if is_well else WRONG
 
 
@@ -75,31 +76,30 @@ def checks(offload_dir: str | None) -> Iterator[Check]:
     yield _disk(offload_dir)
     share, load = busy_share(), os.getloadavg()[0]
     found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
-    yield _noted("other programs", found, "measure and benchmark when idle" if share > BUSY_SHARE else "")
+    yield Check("other programs", found, "measure and benchmark when idle" if share > BUSY_SHARE else "")
     yield _accelerate()
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "").lower() in ("1", "true"):
-            yield Check("environment", f"{name}={os.environ[name]}", BAD, f"asks for another engine: unset {name}")
+            yield Check("environment", f"{name}={os.environ[name]}", f"asks for another engine: unset {name}", True)
     yield _speeds()
 
 
 def _versions() -> Iterator[Check]:
-    yield Check("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}", GOOD)
-    try:
+    yield Check("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    lines: list[str] = []
+    with suppress(importlib.metadata.PackageNotFoundError):  # runs from a folder that is not installed
         lines = importlib.metadata.requires("hf-zero") or []
-    except importlib.metadata.PackageNotFoundError:  # runs from a folder that is not installed
-        lines = []
     needed = {item.name: item.specifier for line in lines if (item := Requirement(line)).marker is None}
     for name in _PACKAGES:
+        wanted = needed.get(name)
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Check(name, "not installed", BAD, f"pip install {name}")
+            yield Check(name, "not installed", f"pip install {name}", True)
             continue
-        wanted = needed.get(name)
         is_old = wanted is not None and not wanted.contains(version, prereleases=True)
         found = f"{version}, supported: {wanted}" if wanted else version
-        yield Check(name, found, BAD if is_old else GOOD, f"pip install '{name}{wanted}'" if is_old else "")
+        yield Check(name, found, f"pip install '{name}{wanted}'" if is_old else "", is_old)
 
 
 def _devices() -> Iterator[Check]:
@@ -107,78 +107,76 @@ def _devices() -> Iterator[Check]:
         built = torch.version.cuda or torch.version.hip
         advice = "torch supports GPUs and finds none: check the driver and CUDA_VISIBLE_DEVICES" if built else ""
         cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} processors"
-        yield _noted("devices", f"no GPU; CPU ranks over gloo, {cores}", advice)
+        yield Check("devices", f"no GPU; CPU ranks over gloo, {cores}", advice)
         return
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    yield Check("backend", f"NCCL {version}, CUDA {torch.version.cuda}", GOOD)
+    yield Check("backend", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free = free_device_bytes(torch.device("cuda", index))
         is_taken = free < (1 - TAKEN_SHARE) * about.total_memory
         found = f"{about.name}: {size_text(free)} of {size_text(about.total_memory)} free"
-        yield _noted(f"GPU {index}", found, "another program uses its memory: see nvidia-smi" if is_taken else "")
+        yield Check(f"GPU {index}", found, "another program uses its memory: see nvidia-smi" if is_taken else "")
 
 
 def _memory() -> Iterator[Check]:
     free, memory = free_host_bytes(), psutil.virtual_memory()
-    limited = free < memory.available * (1 - TAKEN_SHARE)
-    advice = "a control group or ulimit allows less than the machine has" if limited else ""
-    yield _noted("host memory", f"{size_text(free)} of {size_text(memory.total)} free", advice)
+    is_limited = free < memory.available * (1 - TAKEN_SHARE)
+    advice = "a control group or ulimit allows less than the machine has" if is_limited else ""
+    yield Check("host memory", f"{size_text(free)} of {size_text(memory.total)} free", advice)
     if SHARED_MEMORY.is_dir():  # NCCL and data loaders put their buffers there
         shared = shutil.disk_usage(SHARED_MEMORY)
         advice = "start the container with --shm-size=8g or --ipc=host" if shared.free < LITTLE_SHARED_BYTES else ""
         found = f"{size_text(shared.free)} of {size_text(shared.total)} free in {SHARED_MEMORY}"
-        yield _noted("shared memory", found, advice)
+        yield Check("shared memory", found, advice)
 
 
 def _disk(offload_dir: str | None) -> Check:
     folder = Path(offload_dir or tempfile.gettempdir())
     what = "disk tier" if offload_dir else "disk tier (temporary folder)"
     if not folder.is_dir():
-        return Check(what, str(folder), BAD, "no such folder")
+        return Check(what, str(folder), "no such folder", True)
     if not os.access(folder, os.W_OK):
-        return Check(what, str(folder), BAD, "not writable: choose another folder")
+        return Check(what, str(folder), "not writable: choose another folder", True)
     kind, free = file_system(folder), free_disk_bytes(str(folder))
     found = f"{folder}: {kind or 'unknown file system'}, {size_text(free)} free"
     if kind in MEMORY_FILE_SYSTEMS:
         advice = f"{kind} is memory: offloading there saves none; set --zero-offload-dir to a folder on a disk"
-        return Check(what, found, BAD if offload_dir else NOTE, advice)
-    return _noted(what, found, "little space: set --zero-offload-dir" if free < LITTLE_DISK_BYTES else "")
+        return Check(what, found, advice, bool(offload_dir))
+    return Check(what, found, "little space: set --zero-offload-dir" if free < LITTLE_DISK_BYTES else "")
 
 
 def _accelerate() -> Check:
     """Check what `accelerate launch` does without further flags."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    folder, what = Path(os.environ.get("HF_HOME") or cache) / "accelerate", "accelerate launch"
+    folder, what = Path(os.environ.get("HF_HOME") or cache_folder("huggingface")) / "accelerate", "accelerate launch"
     names = ("default_config.yaml", "default_config.json")
     path = next((folder / name for name in names if (folder / name).exists()), None)
     if path is None:
-        return Check(what, "no default configuration: uses all GPUs of this machine, else one process", GOOD)
+        return Check(what, "no default configuration: uses all GPUs of this machine, else one process")
     try:
         values = read_settings(path)
     except ConfigError as error:
-        return Check(what, str(path), BAD, str(error))
+        return Check(what, str(path), str(error), True)
     kind, count = str(values.get("distributed_type", "NO")), values.get("num_processes", 1)
     if kind in _ENGINES:
         advice = f"translate it (hf-zero migrate {path}), then set distributed_type: MULTI_GPU"
-        return Check(what, f"{path}: {_ENGINES[kind]}, {count} processes", BAD, advice)
+        return Check(what, f"{path}: {_ENGINES[kind]}, {count} processes", advice, True)
     precision = values.get("mixed_precision", "no")
-    return Check(what, f"{path}: {kind}, {count} processes, mixed precision {precision}", GOOD)
+    return Check(what, f"{path}: {kind}, {count} processes, mixed precision {precision}")
 
 
 def _speeds() -> Check:
     """Check for the speeds that `plan` needs to predict times; those of collectives need several ranks."""
-    path, gpus = kept(cache_folder()), torch.cuda.device_count() or 2
-    command = f"torchrun --nproc-per-node {gpus} -m hf_zero probe"
+    path, what = kept(cache_folder()), "measured speeds"
+    command = f"torchrun --nproc-per-node {torch.cuda.device_count() or 2} -m hf_zero probe"
     if not path.exists():
-        return Check("measured speeds", "none", NOTE, f"for step times in hf-zero plan: {command}")
+        return Check(what, "none", f"for step times in hf-zero plan: {command}")
     try:
-        measured = Machine.load(str(path))
+        measured = Machine.load(path)
     except ConfigError as error:
-        return Check("measured speeds", str(path), NOTE, f"{error} Measure again: {command}")
+        return Check(what, str(path), f"{error} Measure again: {command}")
     if measured.collective is None:
-        return Check("measured speeds", f"{path}: one process", NOTE, f"for collectives between ranks: {command}")
-    return Check("measured speeds", f"{path}, with collectives; hf-zero plan reads it", GOOD)
+        return Check(what, f"{path}: one process", f"for collectives between ranks: {command}")
+    return Check(what, f"{path}, with collectives; hf-zero plan reads it")
 
 
 # probe --------------------------------------------------------------------------------------------------------------

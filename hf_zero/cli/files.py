@@ -16,9 +16,9 @@ MAX_BYTES = {"JSON": 16 << 20, "YAML": 256 << 10}
 _MOST_DEEP = 50
 
 
-def cache_folder() -> Path:
-    """Return the cache folder (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero"
+def cache_folder(name: str = "hf_zero") -> Path:
+    """Return a package's cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
 
 
 def writable(path: str | None) -> None:

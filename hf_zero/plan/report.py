@@ -192,12 +192,11 @@ def start(
 def _folded(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
     """Return `label text`, wrapped at the terminal's width."""
     width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
-    wrapper = textwrap.TextWrapper(
-        width, subsequent_indent=" " * _LABEL, break_long_words=False, break_on_hyphens=False
-    )
     for label, text in rows:
-        wrapper.initial_indent = f"  {label:<{_LABEL - 2}}"
-        yield from wrapper.wrap(text)
+        yield from textwrap.wrap(
+            text, width, initial_indent=f"  {label:<{_LABEL - 2}}", subsequent_indent=" " * _LABEL,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
 
 
 def _peaks(report: Report, limits: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, str]]:

