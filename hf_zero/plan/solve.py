@@ -220,19 +220,22 @@ class _Filler:
     def solutions(self) -> Iterator[tuple[Placement, ...]]:
         """Yield placements that fit: from every pair of tiers, with optimizer state or parameters first."""
         for start in product(*self._tiers):
+            begin = self._inputs.memory(self._inputs.all_in(*start))
+            used = {tier: begin.at_peak(tier) for tier in TIERS}
             for order in ((1, 0), (0, 1)):
                 moves = [(which, tier) for tier in TIERS for which in order if tier in self._tiers[which]]
-                found = self._filled(start, moves)
+                found = self._filled(start, moves, used)
                 if found is not None:
                     yield found
 
-    def _filled(self, start: Pair, moves: Sequence[tuple[int, Tier]]) -> tuple[Placement, ...] | None:
+    def _filled(
+        self, start: Pair, moves: Sequence[tuple[int, Tier]], used: Mapping[Tier, int]
+    ) -> tuple[Placement, ...] | None:
         """Start in two tiers and move units up as far as budgets allow; None if that does not fit."""
-        begin = self._inputs.memory(self._inputs.all_in(*start))
         spare: dict[str, int] = {}
         for _ in range(ATTEMPTS):
             limits = [(LIMITED[name], limit - spare.get(name, 0)) for name, limit in self._budgets.items()]
-            pairs = self._moved_up(start, moves, {tier: begin.at_peak(tier) for tier in TIERS}, limits)
+            pairs = self._moved_up(start, moves, used, limits)
             units = zip(self._inputs.layout.units, pairs)
             placements = tuple(Placement.of(span, *pair) for unit, pair in units for span in unit.spans)
             over = self._excess(placements)
@@ -248,7 +251,7 @@ class _Filler:
         self,
         start: Pair,
         moves: Sequence[tuple[int, Tier]],
-        used: dict[Tier, int],
+        used: Mapping[Tier, int],
         limits: Sequence[tuple[Sequence[Tier], int]],
     ) -> list[Pair]:
         """Return the tiers of each unit after `moves`: (0 for parameters, 1 for optimizer state; the new tier)."""
