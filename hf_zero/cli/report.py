@@ -19,7 +19,7 @@ from ..checkpoint.files import parse_json, read_bounded
 from ..config import size_text
 from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
-from ..plan.record import FORMAT, RECENT
+from ..plan.record import FORMAT, RECENT, rates
 from ..plan.report import duration
 from ..plan.work import COLLECTIVES, WAITS
 
@@ -262,15 +262,9 @@ def _rank_row(run: Run) -> dict[str, Any]:
 def throughput(runs: Sequence[Run]) -> dict[str, Any]:
     """Samples and tokens per second of all ranks; ranks without a file count like the others."""
     share = int(runs[0].facts["world_size"]) / len(runs)
-    out: dict[str, Any] = {"is_estimate": share != 1}
-    for name in ("samples", "tokens"):
-        rates = []
-        for run in runs:
-            recent = run.usual[-RECENT:]  # the steps that the end of training reports, too
-            seconds = statistics.median(step["seconds"] for step in recent)
-            rates.append(statistics.median(step.get(name, 0) for step in recent) / seconds if seconds else 0.0)
-        out[f"{name}_per_s"] = sum(rates) * share or None
-    return out
+    found = zip(*(rates(run.usual[-RECENT:]) for run in runs))  # the steps that the end of training reports, too
+    samples, tokens = (sum(each) * share or None for each in found)
+    return {"is_estimate": share != 1, "samples_per_s": samples, "tokens_per_s": tokens}
 
 
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:

@@ -126,7 +126,7 @@ def shard(
     if config.is_auto and not made.fits:
         raise ConfigError(made.shortfall)
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
-    context.kept = frozenset(made.kept) if config.keep_gathered is not None else frozenset()
+    context.kept = frozenset(made.kept)
     storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):

@@ -79,31 +79,11 @@ class Machine:
         return replace(other, **{name: getattr(self, name) for name in bytes_})
 
     @staticmethod
-    def of(values: Mapping[str, Any], source: str) -> Machine:
-        """Build a machine from some or all values of `to_dict`; `source` names them in messages.
-
-        Raises:
-            ConfigError: a name is not a field, or a value is not a number.
-        """
-        names = {entry.name for entry in fields(Machine)}
-        unknown = sorted(set(values) - names)
-        if unknown:
-            raise ConfigError(f"{source}: unknown {', '.join(unknown)}; expected some of {', '.join(sorted(names))}")
-        for name, value in values.items():
-            if name == "flops" and not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: flops must be numbers by type, found {value!r}")
-            entries = list(value.values()) if name == "flops" else [value]
-            for entry in entries:
-                if entry is not None and (not isinstance(entry, (int, float)) or not 0 <= entry < float("inf")):
-                    raise ConfigError(f"{source}: {name} must be a number that is not negative, found {entry!r}")
-        return Machine(**values)
-
-    @staticmethod
     def load(path: str | Path) -> Machine:
-        """Read a machine file.
+        """Read a machine file: some or all values of `to_dict`.
 
         Raises:
-            ConfigError: the file is not a readable JSON object of a machine.
+            ConfigError: the file is not a readable JSON object of a machine; the message has the name and the value.
         """
         try:
             values = parse_json(read_bounded(path, _MOST_BYTES))
@@ -111,7 +91,16 @@ class Machine:
             raise ConfigError(f"{path} is not a machine file: {error}; hf-zero probe --output writes one") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
-        return Machine.of(values, str(path))
+        names = {entry.name for entry in fields(Machine)}
+        if unknown := sorted(set(values) - names):
+            raise ConfigError(f"{path}: unknown {', '.join(unknown)}; expected some of {', '.join(sorted(names))}")
+        for name, value in values.items():
+            if name == "flops" and not isinstance(value, dict):
+                raise ConfigError(f"{path}: flops must be numbers by type, found {value!r}")
+            for entry in value.values() if name == "flops" else [value]:
+                if entry is not None and (not isinstance(entry, (int, float)) or not 0 <= entry < float("inf")):
+                    raise ConfigError(f"{path}: {name} must be a number that is not negative, found {entry!r}")
+        return Machine(**values)
 
     def keep(self, path: Path) -> None:
         """Write a machine file, atomically. Speeds of collectives stay if this probe, of one rank, has none."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -19,37 +18,9 @@ from ..core.precision import Precision, castable_params, dtype_name
 from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
 from ..errors import LayoutError
 from ..tiers.tier import Tier
-from .costs import KINDS, TIERS, Memory, Placement, Setup, stays
+from .costs import KINDS, TIERS, Memory, Placement
 from .solve import TIERS_OF, PlanInputs, Step, excess, solve
 from .work import Traffic
-
-# Units that stay ------------------------------------------------------------------------------------------------------
-
-
-def candidates(layout: Layout, placements: Sequence[Placement], setup: Setup) -> list[int]:
-    """Return indices of units that a pass gathers twice, those used last first; equal on every rank."""
-    return [
-        at
-        for at in layout.gathered_twice()
-        if not all(stays(span, placements[span.index], setup.policy) for span in layout.units[at].spans)
-    ]
-
-
-def kept_units(inputs: PlanInputs, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return the candidates that fit into `keep_gathered` together, those used last first; the same on every rank.
-
-    A kept unit holds its gathered bytes from its forward to its backward. All units save equally much per byte; those used last
-    hold memory for the shortest time, and are released before gradients have accumulated.
-    """
-    budget = inputs.config.keep_gathered
-    if budget is None:
-        return ()
-    order = candidates(inputs.layout, placements, inputs.setup)
-    sizes = accumulate(inputs.layout.units[at].gathered_bytes for at in order)
-    return tuple(at for at, total in zip(order, sizes) if total <= int(budget))
-
-
-# Plans ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +34,6 @@ class Plan:
     """Bytes per rank, by tier and kind; activations are an estimate."""
     step: Step
     """Traffic and predicted time of a step."""
-    kept: tuple[int, ...] = ()
-    """Indices of units that stay gathered from forward to backward, those used last first."""
 
     @property
     def layout(self) -> Layout:
@@ -82,6 +51,11 @@ class Plan:
     def parts(self) -> dict[str, float | None]:
         """Predicted seconds of each part of a step by itself, as `phase road`; None if its speed is not known."""
         return {" ".join(key): value for key, value in self.step.parts.items()}
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Indices of units that stay gathered from forward to backward, those used last first."""
+        return self.inputs.kept(self.placements)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -133,8 +107,7 @@ def plan(inputs: PlanInputs) -> Plan:
     config = inputs.config
     slowest = inputs.all_in(TIERS_OF[config.offload_params][-1], TIERS_OF[config.offload_optimizer][-1])
     placements = (solve(inputs) if config.is_auto else None) or slowest
-    kept = kept_units(inputs, placements)
-    return Plan(inputs, placements, inputs.memory(placements, kept), inputs.step(placements, kept), kept)
+    return Plan(inputs, placements, inputs.memory(placements), inputs.step(placements))
 
 
 NAMES = {
@@ -161,7 +134,7 @@ def _shortfall(inputs: PlanInputs, memory: Memory) -> str:
 
 
 def _reasons(made: Plan) -> Iterator[str]:
-    config, setup, batch = made.config, made.inputs.setup, made.inputs.batch
+    config, batch = made.config, made.inputs.batch
     own, state = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
     for span, placement in zip(made.layout.spans, made.placements):
         own[placement.parameters] += span.slice_numel
@@ -176,7 +149,7 @@ def _reasons(made: Plan) -> Iterator[str]:
             "parameters that the optimizer must have whole have one owner each: of their mean a rank owns "
             f"{', '.join(f'{share:.2f}' for share in shares[:8])}{'' if len(shares) <= 8 else f' (at most {max(shares):.2f})'}"
         )
-    if config.keep_gathered is not None and (order := candidates(made.layout, made.placements, setup)):
+    if config.keep_gathered is not None and (order := made.inputs.candidates(made.placements)):
         nbytes = size_text(sum(made.layout.units[at].gathered_bytes for at in made.kept))
         yield f"{len(made.kept)} of {len(order)} units stay gathered from forward to backward, the last ones: {nbytes}"
     if batch is None:

@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -78,6 +78,14 @@ def batch_of(inputs: tuple[Any, ...], keywords: Mapping[str, Any], main_input: s
         return 0, 0
     is_ids = value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
     return value.shape[0], value.numel() if is_ids else 0
+
+
+def rates(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return samples and tokens per second: medians over the steps."""
+    seconds, samples, tokens = (
+        statistics.median([step.get(name, 0) for step in steps] or [0]) for name in ("seconds", "samples", "tokens")
+    )
+    return (samples / seconds, tokens / seconds) if seconds else (0.0, 0.0)
 
 
 class Recorder:
@@ -189,23 +197,19 @@ class Recorder:
 
     # What people ask --------------------------------------------------------------------------------------------------
 
-    def median(self, *keys: str) -> float | None:
-        """Return the median of `last[keys[0]][keys[1]]…` over recent steps.
-
-        Leaves out the first step and steps with an evaluation, unless there are no others.
-        """
-        if not self._recent:
-            return None
+    def usual(self) -> list[dict[str, Any]]:
+        """Return the recent steps without the first and those with an evaluation, unless there are no others."""
         records = [*self._recent][self.recorded <= RECENT :]
-        usual = [record for record in records if not record["evaluations"]]
-        return statistics.median(reduce(getitem, keys, record) for record in usual or self._recent)
+        return [record for record in records if not record["evaluations"]] or [*self._recent]
+
+    def median(self, *keys: str) -> float | None:
+        """Return the median of `last[keys[0]][keys[1]]…` over the usual steps."""
+        values = [reduce(getitem, keys, record) for record in self.usual()]
+        return statistics.median(values) if values else None
 
     def throughput(self) -> tuple[float, float]:
-        """Return this rank's samples and tokens per second, over the steps of `median`."""
-        seconds = self.median("seconds")
-        if not seconds:
-            return 0.0, 0.0
-        return (self.median("samples") or 0) / seconds, (self.median("tokens") or 0) / seconds
+        """Return this rank's samples and tokens per second, over the usual steps."""
+        return rates(self.usual())
 
     @property
     def forwards_per_step(self) -> int:

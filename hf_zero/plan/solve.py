@@ -9,17 +9,17 @@ The placement depends only on the inputs, which are equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 from ..config import ZeroConfig
 from ..core.layout import Layout, UnitLayout, itemsize
 from ..core.precision import Precision, dtype_name
 from ..tiers.tier import SIZES, Sizes, Tier
-from .costs import TIERS, Memory, Placement, Setup, state_bytes
+from .costs import TIERS, Memory, Placement, Setup, state_bytes, stays
 from .machine import Machine
 from .network import Network
 from .outline import Batch, activation_bytes, exchange, offload_work
@@ -51,8 +51,6 @@ TIE = 1e-3
 """Weight of the sum of all parts, added to the time: of equally fast placements the one with less traffic wins."""
 ATTEMPTS = 4
 """Attempts to leave enough memory free for ranks that own more than the mean."""
-
-
 LIMITED = {"device": (Tier.DEVICE,), "host": (Tier.HOST,), "disk": (Tier.DISK,), "together": (Tier.DEVICE, Tier.HOST)}
 """The tiers that each limit counts. `together` limits device and host memory as one."""
 
@@ -151,13 +149,34 @@ class PlanInputs:
         """Place all parameters in one tier and all optimizer state in another."""
         return tuple(Placement.of(span, parameters, optimizer) for span in self.layout.spans)
 
-    def memory(self, placements: Sequence[Placement], kept: Iterable[int] = ()) -> Memory:
-        """Return the bytes of `placements`. `kept`: indices of units that stay gathered."""
-        return memory_of(self.layout, placements, replace(self.setup, kept=frozenset(kept)), self.activations)
+    def candidates(self, placements: Sequence[Placement]) -> list[int]:
+        """Return indices of units that a pass gathers twice, those used last first; equal on every rank."""
+        policy, units = self.setup.policy, self.layout.units
+        return [
+            at
+            for at in self.layout.gathered_twice()
+            if not all(stays(span, placements[span.index], policy) for span in units[at].spans)
+        ]
 
-    def step(self, placements: Sequence[Placement], kept: Iterable[int] = ()) -> Step:
-        """Return the traffic and the time of a step. `kept`: indices of units that stay gathered."""
-        setup, batch, micros = replace(self.setup, kept=frozenset(kept)), self.batch, self.backward_per_step
+    def kept(self, placements: Sequence[Placement]) -> tuple[int, ...]:
+        """Return the candidates that fit into `keep_gathered` together, those used last first; equal on every rank.
+
+        A kept unit holds its gathered bytes from its forward to its backward. All units save equally much per byte; those used
+        last hold memory for the shortest time, and are released before gradients have accumulated.
+        """
+        budget = self.config.keep_gathered
+        order = [] if budget is None else self.candidates(placements)
+        sizes = accumulate(self.layout.units[at].gathered_bytes for at in order)
+        return tuple(at for at, total in zip(order, sizes) if total <= int(budget or 0))
+
+    def memory(self, placements: Sequence[Placement]) -> Memory:
+        setup = replace(self.setup, kept=frozenset(self.kept(placements)))
+        return memory_of(self.layout, placements, setup, self.activations)
+
+    def step(self, placements: Sequence[Placement]) -> Step:
+        """Return the traffic and the time of a step."""
+        setup = replace(self.setup, kept=frozenset(self.kept(placements)))
+        batch, micros = self.batch, self.backward_per_step
         collectives, moved = collectives_in(self.layout, setup), {}
         if batch is not None:
             size = itemsize(self._compute_dtype)
@@ -223,7 +242,7 @@ class _Filler:
             begin = self._inputs.memory(self._inputs.all_in(*start))
             used = {tier: begin.at_peak(tier) for tier in TIERS}
             for order in ((1, 0), (0, 1)):
-                moves = [(which, tier) for tier in TIERS for which in order if tier in self._tiers[which]]
+                moves = [(which, tier) for tier in TIERS[:-1] for which in order if tier in self._tiers[which]]
                 found = self._filled(start, moves, used)
                 if found is not None:
                     yield found

@@ -10,7 +10,7 @@ import hf_zero as zero
 from hf_zero.core.layout import Layout
 from hf_zero.core.precision import Precision
 from hf_zero.plan.machine import Machine
-from hf_zero.plan.plan import Drafter, Plan, candidates, plan
+from hf_zero.plan.plan import Drafter, Plan, plan
 from hf_zero.plan.solve import PlanInputs
 from hf_zero.tiers.tier import Tier
 from tests.kit.common import gpt2
@@ -29,7 +29,7 @@ def made(ranks: int = RANKS, **settings: Any) -> Plan:
 
 def test_more_room_keeps_more_and_never_more_than_fits() -> None:
     bare = made()
-    order = candidates(bare.layout, bare.placements, bare.inputs.setup)
+    order = bare.inputs.candidates(bare.placements)
     assert len(order) >= 5
     sizes = [bare.layout.units[at].gathered_bytes for at in order]
     seen = []

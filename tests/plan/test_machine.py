@@ -73,7 +73,8 @@ def test_a_probe_measures_everything_there_is(tmp_path):
     assert set(found.flops) == {"float32", "bfloat16", "float16"}
     assert all(rate > 1e7 for rate in found.flops.values())
     assert list(tmp_path.iterdir()) == []
-    assert Machine.of(found.to_dict(), "itself") == found
+    found.keep(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == found
 
 
 def test_files_of_machines(tmp_path):

@@ -17,7 +17,6 @@ import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
 from hf_zero.diagnostics import usage
 from hf_zero.plan.costs import STATES, TIERS
-from hf_zero.plan.plan import candidates
 from hf_zero.plan.work import LINKS, ROADS
 from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
 from tests.kit.families import llama, mixtral, t5, vit
@@ -85,7 +84,7 @@ def room(settings: dict[str, Any], share: float) -> int:
     engine = build(**settings)[2]
     inputs, placements = engine.plan.inputs, engine.plan.placements
     engine.detach()
-    order = candidates(inputs.layout, placements, inputs.setup)
+    order = inputs.candidates(placements)
     return sum(inputs.layout.units[at].gathered_bytes for at in order[: round(share * len(order))])
 
 
