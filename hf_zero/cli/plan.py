@@ -334,7 +334,7 @@ def _show_details(console: Console, made: Plan) -> None:
         before = alone.get(road, 0.0)
         alone[road] = None if value is None or before is None else before + value
     rows = [
-        [_ROADS.get(road, road), short_size(getattr(made.traffic, road)) if road in ROADS else "", seconds(alone[road])]
+        [_ROADS.get(road, road), short_size(made.traffic[road]) if road in ROADS else "", seconds(alone[road])]
         for road in ("compute", *ROADS, "device", "host")
         if road in alone
     ]

@@ -30,7 +30,7 @@ from ..plan.peaks import memory_of
 from ..plan.record import Counters, Recorder, Table
 from ..plan.report import Report, RoadRow, TierRow, data_parallel
 from ..plan.solve import LIMITED
-from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, Traffic, collectives_in, work_in_total
+from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, collectives_in, traffic_of, work_in_total
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
@@ -202,7 +202,7 @@ class Usage:
                 "stored": _plain(memory.stored),
                 "peak": _plain(memory.peak),
                 "peak_bytes": {tier.value: memory.at_peak(tier) for tier in TIERS},
-                "traffic": {road: getattr(traffic, road) for road in ROADS},
+                "traffic": {road: traffic[road] for road in ROADS},
                 "step_s": plan.step.seconds,
                 "parts_s": plan.parts,
                 "reasons": list(plan.reasons),
@@ -217,7 +217,7 @@ def _plain(by_tier: Mapping[Tier, Mapping[str, int]]) -> Table:
 # Predicted and measured -----------------------------------------------------------------------------------------------
 
 
-def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traffic]:
+def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, dict[str, int]]:
     """Return the plan's memory and traffic for the optimizers bound now.
 
     Args:
@@ -234,7 +234,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, Traff
         kept=context.kept,
     )
     given, collectives = (context.layout, context.plan.placements, setup), collectives_in(context.layout, setup)
-    return memory_of(*given), Traffic.of(work_in_total(*given, collectives), collectives)
+    return memory_of(*given), traffic_of(work_in_total(*given, collectives), collectives)
 
 
 def report(engine: Engine, recorder: Recorder | None = None) -> Report:
@@ -292,10 +292,10 @@ def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow,
     return tuple(rows)
 
 
-def _road_rows(traffic: Traffic, recorder: Recorder) -> tuple[RoadRow, ...]:
+def _road_rows(traffic: Mapping[str, int], recorder: Recorder) -> tuple[RoadRow, ...]:
     rows = []
     for road in WAITS:
-        told: int | None = getattr(traffic, road, None)
+        told = traffic.get(road)
         moved = recorder.median("bytes", road) if road != "optimizer" and recorder.recorded else None
         waited = recorder.median("wait_s", road)
         if told or moved or waited:

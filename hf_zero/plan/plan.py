@@ -6,7 +6,7 @@ A plan is a layout, a tier for every state, the resulting bytes and seconds, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,6 @@ from ..errors import LayoutError
 from ..tiers.tier import Tier
 from .costs import KINDS, TIERS, Memory, Placement
 from .solve import TIERS_OF, PlanInputs, Step, excess, solve
-from .work import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Plan:
         return self.inputs.config
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> Mapping[str, int]:
         return self.step.traffic
 
     @property
@@ -87,7 +86,7 @@ class Plan:
             "stored_bytes": {tier.value: self.memory.at_rest(tier) for tier in TIERS},
             "peak_bytes": {tier.value: self.memory.at_peak(tier) for tier in TIERS},
             "budgets": self.inputs.budgets,
-            "traffic": asdict(self.traffic),
+            "traffic": dict(self.traffic),
             "step_s": self.step.seconds,
             "parts_s": self.parts,
             "kept": [self.layout.units[at].name for at in self.kept],
@@ -163,8 +162,8 @@ def _reasons(made: Plan) -> Iterator[str]:
         )
         if batch.offload != "none":
             yield f"inputs of checkpointed blocks: on {batch.offload} between forward and backward"
-        if made.traffic.sequence:
-            yield f"attention exchanges {size_text(made.traffic.sequence)} per rank and step within groups of {batch.sp_size}"
+        if sent := made.traffic["sequence"]:
+            yield f"attention exchanges {size_text(sent)} per rank and step within groups of {batch.sp_size}"
     unknown = [name for name, value in made.parts.items() if value is None]
     if unknown:
         yield f"step time is not predicted: no speed is known for {', '.join(unknown)}"

@@ -28,11 +28,11 @@ from .work import (
     PASSES,
     SEQUENCE,
     Collective,
-    Traffic,
     collectives_in,
     compute_flops,
     seconds,
     step_seconds,
+    traffic_of,
     work_in_total,
 )
 
@@ -188,7 +188,7 @@ class PlanInputs:
             work[PASSES, road] = work.get((PASSES, road), 0) + micros * nbytes
         network = self.network or Network.of(self.machine, self.world_size)
         parts = seconds(work, self.machine, self.compute_s, {} if network is None else network.seconds(collectives))
-        return Step(Traffic.of(work, collectives), tuple(collectives), parts, step_seconds(parts, self.machine, setup))
+        return Step(traffic_of(work, collectives), tuple(collectives), parts, step_seconds(parts, self.machine, setup))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +196,12 @@ class Step:
     """The cost of a step.
 
     Attributes:
-        traffic: bytes per rank.
+        traffic: bytes per rank, by road.
         parts: seconds of each part by itself, by phase and road; None if its speed is not known.
         seconds: of the whole step; None if a part is not known.
     """
 
-    traffic: Traffic
+    traffic: Mapping[str, int]
     collectives: tuple[Collective, ...]
     parts: Mapping[tuple[str, str], float | None]
     seconds: float | None

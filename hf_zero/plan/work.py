@@ -197,28 +197,10 @@ def work_in_total(
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes per rank and step by road."""
-
-    gather: int = 0
-    reduce: int = 0
-    down: int = 0
-    up: int = 0
-    read: int = 0
-    write: int = 0
-    across: int = 0
-    """The part of `reduce` that goes to other replicas."""
-    sequence: int = 0
-    """Bytes that attention exchanges under `sp_size`."""
-
-    @staticmethod
-    def of(work: Work, collectives: Iterable[Collective]) -> Traffic:
-        """Build from the work and the collectives of all spans; see `work_in_total` and `collectives_in`."""
-        moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in (*ROADS, SEQUENCE)}
-        return Traffic(
-            **moved, across=round(sum(each.count * each.nbytes for each in collectives if each.kind == "across"))
-        )
+def traffic_of(work: Work, collectives: Iterable[Collective]) -> dict[str, int]:
+    """Return the bytes per rank and step by road, and `across`: the part of `reduce` that goes to other replicas."""
+    moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in (*ROADS, SEQUENCE)}
+    return {**moved, "across": round(sum(each.count * each.nbytes for each in collectives if each.kind == "across"))}
 
 
 def resource(road: str, machine: Machine) -> str:

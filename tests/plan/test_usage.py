@@ -65,8 +65,8 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "peak": recorder.peak,
         # The thread that steps may be behind the recorder: what it moves is counted when it is done.
         "bytes": {**recorder.last["bytes"], **{road: meter[road].bytes - moved_before[road] for road in LINKS}},
-        "planned bytes": {road: getattr(traffic, road) for road in ROADS},
-        "across": (_across(engine) - before, traffic.across),
+        "planned bytes": {road: traffic[road] for road in ROADS},
+        "across": (_across(engine) - before, traffic["across"]),
         "highest": {tier.value: memory.at_peak(tier) for tier in TIERS},
         "unit": max(unit.gathered_bytes for unit in engine.layout.units),
         # torch counts steps in one number per parameter of the optimizer.
