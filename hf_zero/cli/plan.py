@@ -26,7 +26,18 @@ from ..tiers.tier import Tier
 from . import OK, WRONG
 from .files import cache_folder
 from .models import Model, What, build
-from .show import as_command, as_training_arguments, pasted, print_json, ranks_text, seconds, short_size, table, text
+from .show import (
+    as_command,
+    as_training_arguments,
+    changed,
+    pasted,
+    print_json,
+    ranks_text,
+    seconds,
+    short_size,
+    table,
+    text,
+)
 
 GPUS = {
     "8 GB": 8192 << 20, "12 GB": 12288 << 20, "16 GB": 15360 << 20, "24 GB": 24564 << 20, "40 GB": 40960 << 20,
@@ -261,14 +272,7 @@ def _show_settings(console: Console, precision: str, made: Plan) -> None:
     trainer |= {} if batch is None else {"per_device_train_batch_size": batch.rows}
     trainer |= {"gradient_accumulation_steps": micros} if micros > 1 else {}
     trainer |= {"gradient_checkpointing": True} if batch is not None and batch.checkpointing else {}
-    unused = () if config.is_auto else ("device_memory", "host_memory")
-    stock = ZeroConfig()
-    settings = {
-        name: value
-        for name in ZeroConfig.__dataclass_fields__
-        if (value := getattr(config, name)) != getattr(stock, name) or name == "stage"
-        if name not in unused
-    }
+    settings = changed(config if config.is_auto else replace(config, device_memory=None, host_memory=None))
     pasted(console, as_command(made.inputs.world_size, settings, trainer))
     for line in as_training_arguments(settings, trainer):
         pasted(console, line)

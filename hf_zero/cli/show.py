@@ -11,7 +11,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from ..config import size_text
+from ..config import ZeroConfig, size_text
 
 Row = Sequence[str | Text]
 
@@ -76,6 +76,12 @@ def print_json(values: Any) -> None:
 
 
 # Settings to paste --------------------------------------------------------------------------------
+
+
+def changed(config: ZeroConfig) -> dict[str, Any]:
+    """Return the settings that differ from the defaults, and the stage."""
+    values, stock = config.to_dict(), ZeroConfig().to_dict()
+    return {name: value for name, value in values.items() if name == "stage" or value != stock[name]}
 
 
 def as_flags(settings: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:

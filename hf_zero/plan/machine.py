@@ -117,9 +117,8 @@ class Machine:
         every = list(machines)
 
         def lowest(name: str) -> Any:
-            known = [value for value in (getattr(machine, name) for machine in every) if value is not None]
-            least = max if name == "latency" else min
-            return least(known) if len(known) == len(every) or name.endswith(("memory", "free")) and known else None
+            values = [getattr(machine, name) for machine in every]
+            return None if None in values else max(values) if name == "latency" else min(values)
 
         plain = [entry.name for entry in fields(Machine) if entry.name not in ("shares_memory", "flops")]
         dtypes = set.intersection(*(set(machine.flops) for machine in every))
