@@ -221,6 +221,7 @@ def probe(
     """
     host = _optimizer_bandwidth(torch.device("cpu"), nbytes)
     down, up = _link_bandwidth(device, nbytes)
+    collectives: dict[str, Any] = dict(measure(device, wire))
     found = replace(
         here(device, ranks=ranks, offload_dir=offload_dir),
         host_bandwidth=host,
@@ -228,7 +229,7 @@ def probe(
         link_down=down,
         link_up=up,
         flops={name: _gemm_flops(device, getattr(torch, name)) for name in ("float32", "bfloat16", "float16")},
-        **measure(device, wire),
+        **collectives,
     )
     read, write = _disk_bandwidth(offload_dir, wire, nbytes)
     everyone: list[Machine] = wire.exchange(replace(found, disk_read=read, disk_write=write))

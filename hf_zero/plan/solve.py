@@ -177,7 +177,8 @@ class PlanInputs:
         """Return the traffic and the time of a step."""
         setup = replace(self.setup, kept=frozenset(self.kept(placements)))
         batch, micros = self.batch, self.backward_per_step
-        collectives, moved = collectives_in(self.layout, setup), {}
+        collectives = collectives_in(self.layout, setup)
+        moved: dict[str, int] = {}
         if batch is not None:
             size = itemsize(self._compute_dtype)
             moved = offload_work(batch, size, self.precision.autocast_dtype is not None, setup.is_cpu)
