@@ -89,7 +89,9 @@ class Report:
 
     def __str__(self) -> str:
         columns = self.data_parallel, self.predicted, self.measured
-        rows = [(name, *(column[name] or None for column in columns)) for name in self.predicted]
+        rows: list[Sequence[str | float | None]] = [
+            (name, *(column[name] or None for column in columns)) for name in self.predicted
+        ]
         rows.append(("sum", *(sum(column.values()) for column in columns)))
         head = (
             f"ZeRO stage {self.stage} on {self.ranks}: {self.parameters:,} parameters ({self.trainable:,} trained) in "
