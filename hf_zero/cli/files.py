@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from ..checkpoint.files import parse_json, read_bounded
+from ..checkpoint.files import read_bounded, read_json
 from ..errors import CheckpointError, ConfigError
 
-MAX_BYTES = {"JSON": 16 << 20, "YAML": 256 << 10}
+MAX_YAML_BYTES = 256 << 10
 """YAML is read at some 100 kB a second."""
 _MOST_DEEP = 50
 
@@ -45,17 +45,16 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, too large, invalid, or YAML with aliases (which can expand beyond memory).
     """
-    what = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        raw = read_bounded(path, MAX_BYTES[what])
-        values = _plain(parse_json(raw) if what == "JSON" else _yaml(raw))
+        if path.suffix == ".json":
+            return read_json(path)
+        values = _plain(_yaml(read_bounded(path, MAX_YAML_BYTES)))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise ConfigError(f"{path} is not valid {what}: {reason}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected names with settings, found {type(values).__name__}")
     return values

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import parse_json, read_bounded, replace_file
+from ..checkpoint.files import read_json, replace_file
 from ..comm.inflight import Inflight
 from ..comm.wire import SoloWire
 from ..errors import CheckpointError, ConfigError
@@ -30,8 +30,6 @@ MARGIN = 0.1
 """Share of free memory that a plan leaves to allocators, libraries and other programs if no budget is given."""
 DISK_MARGIN = 0.05
 
-_MOST_BYTES = 1 << 20
-"""Largest machine file."""
 _TURN_BYTES = 256 << 20
 """Copied, written or read in one turn of a probe."""
 _REPEATS = 3
@@ -86,11 +84,9 @@ class Machine:
             ConfigError: the file is not a readable JSON object of a machine; the message has the name and the value.
         """
         try:
-            values = parse_json(read_bounded(path, _MOST_BYTES))
-        except (OSError, ValueError, CheckpointError) as error:
+            values = read_json(path)
+        except CheckpointError as error:
             raise ConfigError(f"{path} is not a machine file: {error}; hf-zero probe --output writes one") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
         names = {entry.name for entry in fields(Machine)}
         if unknown := sorted(set(values) - names):
             raise ConfigError(f"{path}: unknown {', '.join(unknown)}; expected some of {', '.join(sorted(names))}")

@@ -116,7 +116,7 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
         (("probe", "--output", "/nowhere/m.json"), USAGE, "no folder /nowhere"),
         (("verify",), USAGE, "Missing argument 'DIR'. See hf-zero verify --help."),
         (("frobnicate",), USAGE, "No such command 'frobnicate'"),
-        (("migrate", str(tmp_path / "gone.json")), USAGE, "cannot be read"),
+        (("migrate", str(tmp_path / "gone.json")), USAGE, "is missing"),
     ):
         found, text = said(capsys, *arguments)
         assert (found, text.count("\n")) == (status, 1), (arguments, text)

@@ -50,7 +50,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "list.yaml": ("- 1", "found list"),
     "other.yaml": ("1: 2\n2020-01-01: 3\n", "neither a DeepSpeed config"),
     "deep.json": ('{"a":' * 5000, "nested too deeply"),
-    "number.json": ('{"a":' + "9" * 5000 + "}", "is not valid JSON"),
+    "number.json": ('{"a":' + "9" * 5000 + "}", "cannot be read"),
     "latin.yaml": ("a: \udcff", "is not valid YAML"),
     "empty.yaml": ("", "found NoneType"),
 }

@@ -142,7 +142,7 @@ def test_an_adapter_of_a_known_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("settings", "part"),
     [
         ({"base_model_name_or_path": "/gone/base"}, "'/gone/base'"),
-        ({"base_model_name_or_path": ".."}, "cannot be read"),
+        ({"base_model_name_or_path": ".."}, "is missing"),
         ({"base_model_name_or_path": None}, "names no base model"),
         ({"base_model_name_or_path": 7}, "names no base model"),
         ({"base_model_name_or_path": "gpt2", "target_modules": ["q_proj"]}, "'gpt2'"),
