@@ -204,7 +204,8 @@ class Recorder:
 
     def median(self, *keys: str) -> float | None:
         """Return the median of `last[keys[0]][keys[1]]…` over the usual steps."""
-        values = [reduce(getitem, keys, record) for record in self.usual()]
+        records: list[Any] = [*self.usual()]
+        values = [reduce(getitem, keys, record) for record in records]
         return statistics.median(values) if values else None
 
     def throughput(self) -> tuple[float, float]:
