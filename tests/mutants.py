@@ -93,7 +93,7 @@ MUTANTS = (
         "engine/bucket.py",
         "self._held = self._collect(Precision.hold_dtype(self.reduce_dtype))",
         "self._held = self._collect(self.span.compute_dtype)",
-        program("loops or gradients"),
+        program("small_gradients_after"),
     ),
     Mutant(
         "a backward after no_sync forgets what is held",
@@ -113,7 +113,7 @@ MUTANTS = (
         "engine/bucket.py",
         "[grad for _, grad in pairs])\n        return buffer",
         "[grad for _, grad in pairs], alpha=2)\n        return buffer",
-        program("loops or gradients"),
+        program("small_gradients_after"),
     ),
     Mutant(
         "cleared gradients of some parameters of a span stay",

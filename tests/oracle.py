@@ -63,6 +63,7 @@ class Program:
         refused: the rows that end in a named error.
         loose: factor on the tolerances, for what amplifies rounding; say why beside it.
         exact: on one or two ranks in fp32 every value equals the reference to the bit.
+        tells: rows that show what the program is about. The default run takes its row from these.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Program:
     refused: tuple[Refused, ...] = ()
     loose: float = 1.0
     exact: bool = False
+    tells: Callable[[Setting], bool] = lambda setting: True
 
     @property
     def rows(self) -> list[Setting]:
@@ -106,8 +108,9 @@ def default_rows() -> dict[str, list[Setting]]:
             by_outcome.setdefault(each.refusal(row), []).append(row)
         found[each.name] = []
         for rows in by_outcome.values():
-            usual = [row for row in rows if is_sharded(row) and row.ranks == 2]
-            found[each.name].append(rarest(usual if usual and number % 4 else rows, met))
+            telling = [row for row in rows if each.tells(row)] or rows
+            usual = [row for row in telling if is_sharded(row) and row.ranks == 2]
+            found[each.name].append(rarest(usual if usual and number % 4 else telling, met))
     return found
 
 

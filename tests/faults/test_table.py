@@ -220,7 +220,7 @@ def member(
     signal.alarm(90)  # a rank that waits for ever is a failure
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     operation = EVERY[name]
-    job = Job(rank, 2, place, operation.setting, stall_s=1.0 if kind == "stop" else 20.0)
+    job = Job(rank, 2, place, operation.setting, stall_s=0.5 if kind == "stop" else 20.0)
     job.know(known)
     job.load(place / "new")
     if name in IN_MEMORY and rank in at:  # it makes no call on a file
