@@ -63,10 +63,13 @@ class SharesSamples(AcceleratorBase):
         parallels = [
             each.observer(SequenceParallel) for model in self._models if (each := engine_of(model)) is not None
         ]
-        shared = self.gradient_state.active_dataloader in self._zero_shared_loaders
-        if not shared or any(each.was_divided for each in parallels):
+        if self.gradient_state.active_dataloader not in self._zero_shared_loaders:
             return super().gather_for_metrics(input_data, use_gather_object)
         size = self.zero_config.sp_size
+        if any(each.was_divided for each in parallels):
+            # Values of parts of samples: to leave out those of repeated samples, as accelerate does, would drop parts.
+            with replaced([(self.gradient_state.active_dataloader, "remainder", 0)]):
+                return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object:
             raise ConfigError(
                 f"gather_for_metrics(use_gather_object=True) cannot tell which objects sp_size={size} ranks of a group have in "
