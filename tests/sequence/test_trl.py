@@ -36,7 +36,7 @@ def logged(rank: int, world: int, folder: str, case: str) -> list[list[float]]:
     torch.manual_seed(5)
     words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}))
     rows = [
-        torch.randint(2, VOCAB, (3 + number * 5 % 9,), generator=generator(1, number)).tolist() for number in range(32)
+        torch.randint(2, VOCAB, (3 + number * 5 % 9,), generator=generator(1, number)).tolist() for number in range(30)
     ]
     settings: dict[str, Any] = {"gradient_checkpointing": False, **CASES[case]}
     if world > 1:
