@@ -391,7 +391,7 @@ MUTANTS = (
         "engine/pieces.py",
         "                    if rank < (span.layout.shards if span.layout.cuts else 1):",
         "                    if rank < 0:",
-        ("tests/conformance/test_checkpoints.py", "tests/checkpoint"),
+        program("muon_continued"),
     ),
     Mutant(
         "parameters of two groups share one segment",
