@@ -257,7 +257,11 @@ def added_up_deferred(run: Run) -> None:
     _accumulate(run, defer=True)
 
 
-@program
+IN_BF16 = {"tells": lambda row: row.precision == "bf16"}
+"""There the engine holds in float32 what has not travelled; in fp32 the parameters themselves have it."""
+
+
+@program(**IN_BF16)
 def inside_no_sync(run: Run) -> None:
     """Gradients that have not travelled are the rank's own."""
     model = run.trained_model(Odd)
@@ -268,7 +272,32 @@ def inside_no_sync(run: Run) -> None:
         see_gradients(run, model, "own clipped gradient")
 
 
-@program(reference="average")
+@program(**IN_BF16)
+def written_inside_no_sync(run: Run) -> None:
+    """A rank's own gradients are replaced, cleared in part, made zeros; further backwards add to what is left."""
+    model = run.build(mlp)
+    opts = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model[0], model[2:])]
+    model = run.shard(model, opts)
+    for step in range(4):
+        with run.no_sync(model, defer=True):
+            run.loss(3 * step).backward()
+            first, *_, last = model.parameters()
+            first.grad = first.grad * 0.5
+            last.grad.copy_(torch.full_like(last.grad, 0.01 * (run.rank + 1)))
+            see_gradients(run, model, "own gradients, written")
+            for opt in opts[: 2 if step == 3 else 1] if step else ():
+                opt.zero_grad(set_to_none=step == 1)
+            see_gradients(run, model, "own gradients, cleared")
+            run.loss(3 * step + 1).backward()
+            see_gradients(run, model, "own gradients, added to")
+        run.loss(3 * step + 2).backward()
+        see_gradients(run, model, "mean gradients")
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+
+
+@program(reference="average", **IN_BF16)
 def reduced_after_no_sync(run: Run) -> None:
     """The engine's clipping reduces what has not travelled; it is edited, and a backward adds to it, also with a graph."""
     model = run.trained_model(Odd)
