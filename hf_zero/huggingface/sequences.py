@@ -7,10 +7,12 @@ Evaluation and prediction run on whole samples. In a Trainer, their loaders give
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..config import ZeroConfig
@@ -67,9 +69,11 @@ class SharesSamples(AcceleratorBase):
             return super().gather_for_metrics(input_data, use_gather_object)
         size = self.zero_config.sp_size
         if any(each.was_divided for each in parallels):
-            # Values of parts of samples: to leave out those of repeated samples, as accelerate does, would drop parts.
-            with replaced([(self.gradient_state.active_dataloader, "remainder", 0)]):
-                return super().gather_for_metrics(input_data, use_gather_object)
+            # All of them: to leave out what belongs to repeated samples, as accelerate does, would drop parts of samples.
+            if not use_gather_object:
+                with suppress(TypeError):  # not all are tensors
+                    return self.gather(input_data)
+            return gather_object(input_data)
         if use_gather_object:
             raise ConfigError(
                 f"gather_for_metrics(use_gather_object=True) cannot tell which objects sp_size={size} ranks of a group have in "
