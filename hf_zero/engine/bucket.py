@@ -59,8 +59,6 @@ class Bucket:
         self._moving_bytes = self._held_bytes = self._grad_bytes = 0
         """In the ledger: on their way, held for a later backward, reduced."""
         self._parts = [(slice(slot.offset, slot.stop), slot.spec.shape) for slot in layout.slots]
-        ends = [0, *(slot.stop for slot in layout.slots)]
-        self._is_dense = all(part.start == end for (part, _), end in zip(self._parts, ends))
 
     # Local gradients --------------------------------------------------------------------------------------------------
 
@@ -126,10 +124,8 @@ class Bucket:
         return buffer
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        if self._is_dense:
-            views: list[Tensor] = torch._C._nn.unflatten_dense_tensors(buffer, self.span.views)
-            return views
-        return [buffer[part].view(shape) for part, shape in self._parts]
+        views: list[Tensor] = torch._C._nn.unflatten_dense_tensors(buffer, self.span.views)
+        return views
 
     def take_source(self, wire: SoloWire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype. The parameters have none afterwards."""
