@@ -29,11 +29,10 @@ CARD = "README.md"
 RUN_FILE = "zero_run.json"
 _FORMAT, _VERSION = "hf_zero_run", 1
 _SEAL = re.compile(r"\n<!-- Generated card \((\w+)\)\. [^\n]*-->\n")
-_UNWRITTEN = (
-    "[More Information Needed]",
-    "has been generated automatically according to the information the Trainer had",
-)
-"""Texts in the templates of huggingface_hub and PEFT, and in the stock Trainer's card."""
+_UNFILLED = "[More Information Needed]"
+"""In the templates of huggingface_hub and PEFT."""
+_TRAINERS = "has been generated automatically according to the information the Trainer had"
+"""In the stock Trainer's card."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # End of an architecture's name, which is also that of the class that loads it -> the Hub's task.
 _TASKS = {
@@ -296,18 +295,29 @@ def _optional_json(folder: Path, name: str, **kinds: type) -> dict[str, Any]:
 
 
 def sealed(card: object) -> str:
-    """Return the text of a card with a comment by which `is_unwritten` recognises it."""
+    """Return the text of a card with a comment by which `is_generated` recognises it."""
     text = _SEAL.sub("", str(card)).rstrip("\n") + "\n"
     note = "The next export replaces this card. A card that was edited, or that lacks this line, is kept."
     return f"{text}\n<!-- Generated card ({_digest(text)}). {note} -->\n"
 
 
-def is_unwritten(text: str) -> bool:
-    """Return whether a program wrote this card and no user edited it: a sealed card, an unfilled template, or the Trainer's."""
+def is_generated(text: str) -> bool:
+    """Return whether hf_zero wrote this card and no user edited it: an export may replace it."""
     found = _SEAL.search(text)
-    if found is None:
-        return any(part in text for part in _UNWRITTEN)
-    return found.end() == len(text) and _digest(text[: found.start()]) == found[1]
+    return found is not None and found.end() == len(text) and _digest(text[: found.start()]) == found[1]
+
+
+def is_unfilled(text: str) -> bool:
+    """Return whether the card is a template with gaps."""
+    return _UNFILLED in text
+
+
+def is_unwritten(text: str) -> bool:
+    """Return whether a training program wrote this card: a generated one, a template with gaps, or the stock Trainer's.
+
+    A user may have begun to edit the last two, without our line: what is not rewritten in each run needs `is_generated`.
+    """
+    return is_generated(text) or (_SEAL.search(text) is None and any(part in text for part in (_UNFILLED, _TRAINERS)))
 
 
 def read_card(path: Path) -> str:

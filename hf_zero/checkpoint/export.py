@@ -29,7 +29,7 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError, ConfigError, TierError
 from ..tiers.array import FileSource, OnDisk
 from ..version import __version__
-from .cards import CARD, card_for, is_unwritten, read_card, sealed
+from .cards import CARD, card_for, is_generated, is_unfilled, read_card, sealed
 from .files import inside, naming, read_json
 from .folder import Progress, Staging, counting, verify
 from .hub import Hub
@@ -99,7 +99,8 @@ def export(
     if hub is not None:
         hub.prepare(private, {CARD, *files}, overwrite)  # before the long work: most errors show here
     title = (target or folder).name if hub is None else hub.name
-    if CARD not in files or is_unwritten(read_card(folder / CARD)):
+    text = read_card(folder / CARD) if CARD in files else None
+    if text is None or is_unfilled(text) or is_generated(text):
         files[CARD] = sealed(card_for(folder, model_id=title)).encode()
     message = commit_message or f"Upload {folder.name} with hf_zero {__version__}"
     if target is not None:
@@ -299,7 +300,7 @@ def _write_folder(target: Path, files: dict[str, Content], report: Progress) -> 
             present = {path.relative_to(target).as_posix() for path in found if path.is_file()}
             same, other = stale_weights(present, files)
             ours, theirs = staging.path / CARD, target / CARD
-            if CARD in present and is_unwritten(read_card(ours)) and not is_unwritten(read_card(theirs)):
+            if CARD in present and is_generated(read_card(ours)) and not is_generated(read_card(theirs)):
                 ours.unlink()  # a user wrote or edited the target's card
             staging.put_in_place(None, [*same, *other])
     finally:

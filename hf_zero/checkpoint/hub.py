@@ -9,14 +9,14 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
-from .cards import CARD, is_unwritten, read_card
+from .cards import CARD, is_generated, is_unwritten, read_card
 from .kinds import refuse_other_weights, stale_weights
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ class Hub:
         only = [glob.escape(name) for name in names]
         what: dict[str, Any] = {"repo_id": self.name, "folder_path": folder, "revision": self.revision}
         with self._explained("uploading to"):
-            delete, keep = changes(self._api, **what, allow_patterns=only, overwrite=overwrite)
+            delete, keep = changes(
+                self._api, **what, allow_patterns=only, overwrite=overwrite, is_replaced=is_generated
+            )
             self._api.upload_folder(
                 **what,
                 commit_message=message,
@@ -117,12 +119,13 @@ def changes(
     allow_patterns: list[str] | None = None,
     ignore_patterns: Sequence[str] = (),
     overwrite: bool = False,
+    is_replaced: Callable[[str], bool] = is_unwritten,
     **_: Any,
 ) -> tuple[list[str], list[str]]:
     """Return patterns of remote files that an upload of a folder deletes, and of local files that it leaves out.
 
-    Older weights of the same kind are deleted, with `overwrite` those of another kind too. A card that a user wrote is kept.
-    All other arguments are those of `HfApi.upload_folder`.
+    Older weights of the same kind are deleted, with `overwrite` those of another kind too. A remote card is kept unless
+    `is_replaced(its text)`. All other arguments are those of `HfApi.upload_folder`.
     """
     from huggingface_hub.utils import filter_repo_objects
 
@@ -135,7 +138,7 @@ def changes(
     if not folder and CARD in present and CARD in new and is_unwritten(read_card(root / CARD)):
         with tempfile.TemporaryDirectory() as local:
             path = api.hf_hub_download(repo_id, CARD, revision=revision, token=token, local_dir=local)
-            keep = [] if is_unwritten(read_card(Path(path))) else [CARD]
+            keep = [] if is_replaced(read_card(Path(path))) else [CARD]
     same, other = stale_weights(present, new)
     return [glob.escape(name) for name in (*same, *(other if overwrite else ()))], keep
 

@@ -31,7 +31,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from ..checkpoint.cards import CARD, is_unwritten, read_card, sealed
+from ..checkpoint.cards import CARD, is_generated, read_card, sealed
 from ..checkpoint.files import Field
 from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
@@ -344,7 +344,7 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
                 before = saving.target / CARD
                 if before.exists() and hasattr(self.model, "create_or_update_model_card"):  # PEFT adds to it
                     shutil.copyfile(before, card)
-                    is_sealed = is_unwritten(read_card(card))
+                    is_sealed = is_generated(read_card(card))
                 if state is not None:  # the caller has gathered values
                     save(state)
         if state is None:

@@ -82,6 +82,7 @@ def test_a_branch_is_not_made_for_a_refused_upload(job: Results) -> None:
 def test_only_cards_that_no_user_edited_are_replaced(job: Results) -> None:
     found = job("cards")
     assert "# Edited: " in found["edited"]
+    assert found["begun"].startswith("# Begun")
     assert found["own"] == "# Of the folder\n"
 
 
@@ -133,16 +134,31 @@ def test_a_local_overwrite_keeps_files_of_the_user(tmp_path: Path) -> None:
     assert equal(out, tmp_path / "source")
 
 
+TRAINERS = (
+    "<!-- This model card has been generated automatically according to the information the Trainer had access to. -->"
+)
+
+
 @pytest.mark.filterwarnings("ignore:.*nothing vouches")
-def test_a_local_export_keeps_an_edited_card(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theirs", ["{card}", f"# Mine\n{TRAINERS}", "# Mine\n## Bias\n[More Information Needed]\n"])
+def test_a_local_export_keeps_an_edited_card(tmp_path: Path, theirs: str) -> None:
+    """Also one that was begun as a program's: only a card with our own line, unedited, is replaced."""
     gpt2().save_pretrained(tmp_path / "source")
     out = tmp_path / "out"
     zero.export(tmp_path / "source", out)
     card = (out / "README.md").read_text()
     zero.export(tmp_path / "source", out, dtype="bfloat16", overwrite=True)
-    (out / "README.md").write_text(card + "\nMy own words.\n")
+    (out / "README.md").write_text(theirs.replace("{card}", card) + "\nMy own words.\n")
     zero.export(tmp_path / "source", out, overwrite=True)
     assert (out / "README.md").read_text().endswith("My own words.\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing vouches")
+def test_an_export_takes_the_edited_card_of_its_source(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "README.md").write_text(f"# Mine\n{TRAINERS}\nMy own words.\n")
+    zero.export(tmp_path / "source", tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text().endswith("My own words.\n")
 
 
 def test_a_save_keeps_variants_and_warns_of_an_adapter(tmp_path: Path) -> None:

@@ -149,10 +149,18 @@ def cards() -> dict[str, Any]:
     put(repo, **{"README.md": second.replace(b"# ", b"# Edited: ", 1)})
     zero.export(full(), push_to_hub=repo)
     edited = listed(repo)["README.md"]
+    put(repo, **{"README.md": b"# Begun\n[More Information Needed]\n"})
+    zero.export(full(), push_to_hub=repo)
+    begun = listed(repo)["README.md"]
     own = full(4.0)
     (own / "README.md").write_text("# Of the folder\n")
     zero.export(own, push_to_hub=repo)
-    return {"first": first.decode(), "edited": edited.decode(), "own": listed(repo)["README.md"].decode()}
+    return {
+        "first": first.decode(),
+        "edited": edited.decode(),
+        "begun": begun.decode(),
+        "own": listed(repo)["README.md"].decode(),
+    }
 
 
 def trained(repo: str, folder: str, model: Any, **more: Any) -> Any:
