@@ -5,7 +5,8 @@
 
 A Llama of 4 blocks at stage 3, one row per group of S ranks, ranks on CPUs. Memory is what the process has more at the peak of
 a step than before it (VmHWM after a reset), the most of any rank. The exchange is what a rank sends in one step, counted. Each
-launch is of its own. `--limit` adds the longest of the sequences whose peak stays below it.
+launch is of its own. `--limit` adds the longest of the sequences whose peak stays below it. `--plot` draws the peaks, with
+`--rows` those of an earlier run.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a launch; their median counts")
     parser.add_argument("--limit", type=int, default=2 << 30, help="bytes of a rank for the longest sequence")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--plot", type=Path, help="PNG file for the peaks; needs matplotlib")
+    parser.add_argument("--rows", type=Path, help="take the results from this JSON file, and measure nothing")
     return parser.parse_args()
 
 
@@ -115,8 +118,32 @@ def work(case: dict[str, Any]) -> dict[str, float]:
     return {"peak_bytes": peak, "seconds": seconds, "sequence_bytes": count / case["steps"]}
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw peaks against tokens, a line for each setting."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for features, style in zip(FEATURES, (":", "--", "-")):
+        for color, size in enumerate(sorted({row["sp_size"] for row in rows})):
+            line = [row for row in rows if (row["features"], row["sp_size"]) == (features, size)]
+            if line:
+                tokens, peaks = [row["tokens"] for row in line], [row["peak_bytes"] / (1 << 20) for row in line]
+                axes.plot(tokens, peaks, style, color=f"C{color}", marker="o", ms=3, label=f"{features}, S={size}")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel="peak of a rank, MiB")
+    ticks = sorted({row["tokens"] for row in rows})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     options = parse()
+    if options.rows and options.plot:
+        draw(json.loads(options.rows.read_text())["rows"], options.plot)
+        return
     about, rows = machine(options.ranks), []
     for features in options.features:
         for size in options.sp_size:
@@ -140,6 +167,8 @@ def main() -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         result = {"machine": about, "ranks": options.ranks, "model": SIZES, "rows": rows, "longest": longest}
         options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        draw(rows, options.plot)
 
 
 if __name__ == "__main__":
