@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config import ZeroConfig
@@ -171,11 +172,13 @@ class Chunks(torch.autograd.Function):
         by_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
-            logits = F.linear(hidden[part], weight, bias).requires_grad_()
             with torch.enable_grad():
+                logits = F.linear(hidden[part].detach().requires_grad_(), weight.detach(), bias)
+                edge = get_gradient_edge(logits)
                 losses = ctx.losses(logits, target[part])
-            (by_logits,) = torch.autograd.grad(losses, logits, gradient[part])
-            del logits, losses
+            del logits  # the gradient of a cross entropy does not need them
+            (by_logits,) = torch.autograd.grad(losses, edge, gradient[part])
+            del losses
             if by_hidden is not None:
                 by_hidden[part] = by_logits @ weight
             if by_weight is not None and by_logits.dtype == torch.float32:
@@ -184,6 +187,7 @@ class Chunks(torch.autograd.Function):
                 by_weight += by_logits.t() @ hidden[part]
             if by_bias is not None:
                 by_bias += by_logits.sum(0, dtype=torch.float32)
+            del by_logits  # the next chunk gets the memory
         return (
             by_hidden,
             None if by_weight is None else by_weight.to(weight.dtype),
