@@ -74,6 +74,11 @@ def logits_bytes(architecture: Architecture, size: int) -> int:
     return architecture.vocab * (size + 3 * 4)
 
 
+def chunked_logits_bytes(architecture: Architecture) -> int:
+    """Return bytes per token of a chunk's log-softmax and of the gradients of its two operations, in float32."""
+    return architecture.vocab * 3 * 4
+
+
 def input_bytes(batch: Batch, size: int, is_mixed: bool) -> int:
     """Return bytes of one checkpointed layer's input; 0 if the architecture is not known."""
     return 0 if batch.architecture is None else batch.tokens * batch.architecture.hidden * (4 if is_mixed else size)
@@ -95,8 +100,9 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int,
     is_chunked = batch.chunked_loss is True or (
         batch.chunked_loss == "auto" and batch.tokens * architecture.vocab * 4 > LOSS_BYTES
     )
-    at_once = min(batch.tokens, chunk_tokens(architecture.vocab)) if is_chunked else batch.tokens
-    head = at_once * logits_bytes(architecture, size)
+    head = batch.tokens * logits_bytes(architecture, size)
+    if is_chunked:
+        head = min(head, chunk_tokens(architecture.vocab) * chunked_logits_bytes(architecture))
     if not batch.checkpointing:
         return batch.tokens * architecture.layers * layer + head, 0, 0
     one, layers = input_bytes(batch, size, is_mixed), architecture.layers
