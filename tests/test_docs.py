@@ -103,3 +103,30 @@ def test_the_reference_has_every_public_name() -> None:
 def test_the_site_has_every_page() -> None:
     named = set(re.findall(r"[\w.-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def messages() -> str:
+    """Every text of the package that is no docstring, one a line; a value inside an f-string is `…`."""
+    found = []
+    for path in (ROOT / "hf_zero").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        documents = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_messages_that_are_explained_exist() -> None:
+    """The left columns of docs/ERRORS.md quote messages, where `…`, numbers and quoted names stand for values."""
+    text = (ROOT / "docs" / "ERRORS.md").read_text("utf-8")
+    quoted = [quote for row in re.findall(r"^\| (`.*?) \|", text, re.M) for quote in re.findall(r"`([^`]+)`", row)]
+    pieces = {piece.strip(" :") for quote in quoted for piece in re.split(r"…|\b\d+\b|'\w+'|^\w+Error:", quote)}
+    pieces = {piece for piece in pieces if len(piece.split()) > 2} - {"Gloo connectFullMesh failed"}  # torch's
+    assert len(pieces) > 30
+    known = messages()
+    assert not {piece for piece in pieces if piece not in known}
