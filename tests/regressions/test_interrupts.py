@@ -103,14 +103,17 @@ def test_many_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any
 
 
 Line = tuple[str, int]
+UNHEARD = {dis.opmap[name] for name in ("NOP", "JUMP_FORWARD")}
 LEAVES = {dis.opmap[name] for name in ("LOAD_CONST", "SWAP", "PUSH_EXC_INFO")}
-"""What the end of a `with` begins with. Tracers see its line again there, but Python hears no signal before `__exit__`."""
+"""What the end of a `with` begins with, which is on its first line."""
 
 
-def is_end_of_with(frame: FrameType) -> bool:
-    if frame.f_code.co_code[frame.f_lasti] not in LEAVES:
-        return False
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+def hears_signals(frame: FrameType) -> bool:
+    """Whether a signal may come before this instruction: Python hears none between the body of a `with` and `__exit__`."""
+    operation = frame.f_code.co_code[frame.f_lasti]
+    if operation in LEAVES:
+        return not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+    return operation not in UNHEARD
 
 
 class Tracer:
@@ -136,7 +139,7 @@ class Tracer:
         return self._step if frame.f_globals.get("__name__", "").startswith("hf_zero.") else None
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not is_end_of_with(frame):
+        if event == "line" and hears_signals(frame):
             line = frame.f_code.co_filename, frame.f_lineno
             self.seen[line] += 1
             if line == self._line and self.seen[line] == self._time:
