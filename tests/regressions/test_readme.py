@@ -49,6 +49,22 @@ def test_each_file_is_run() -> None:
     assert len(blocks_of(README, "python")) == len(FILES)
 
 
+def test_what_the_page_uses_is_installed() -> None:
+    """`hf-zero report --html` stopped for want of plotly in an environment that was made as the page says."""
+    text = README.read_text(encoding="utf-8")
+    (extras,) = re.findall(r"^pip install '\.\[([\w,]+)\]'", text, re.M)
+    needs = {
+        "--html": "report",
+        "--png": "plot",
+        "scripts/": "examples",
+        "import peft": "examples",
+        "from peft": "examples",
+    }
+    used = {extra for word, extra in needs.items() if word in text}
+    assert used
+    assert used <= {*extras.split(",")}
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small Llama in bfloat16, in place of the 8B model of the LoRA file."""
