@@ -39,6 +39,15 @@ class SequenceMask:
     part: Part
     mask: Any
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stock mask: a model that has got a mask asks whether it must make one."""
+        return (self.part.rows, 1, self.part.local, self.part.local)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
 
 class SequenceAttention:
     """Registers attention and mask for one model. Outside of a divided forward they are the chosen implementation.
@@ -85,6 +94,8 @@ class SequenceAttention:
         function, part = ALL_MASK_ATTENTION_FUNCTIONS[chosen], self.active
         if part is None or args:
             return function(*args, **kwargs)
+        if isinstance(kwargs.get("attention_mask"), SequenceMask):  # of the model around this one
+            return kwargs["attention_mask"]
         both_ways = "allow_is_bidirectional_skip" in kwargs
         if kwargs["q_length"] != part.local or kwargs["kv_length"] != part.local:
             _refuse(
@@ -110,12 +121,12 @@ class SequenceAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any,
+        attention_mask: Any,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend over the whole sequence with this rank's heads. Shapes: rows x heads x tokens x width, as transformers'."""
-        function = _implementation(chosen, module)
+        function, mask = _implementation(chosen, module), attention_mask
         if not isinstance(mask, SequenceMask):
             if self.active is not None:
                 _refuse(f"{type(module).__name__} with a mask of type {type(mask).__name__}", "attention of its own")
@@ -131,7 +142,11 @@ class SequenceAttention:
         query, key, value = exchange(self.group, 1, 2, query, key, value)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = part.position_ids
-        with _named(module, chosen), _grouped(module, heads // (pairs * repeats)):
+        with (
+            _named(module, chosen),
+            _grouped(module, heads // (pairs * repeats)),
+            _own_sinks(module, self.group, kwargs),
+        ):
             out, _ = function(module, query, key, value, mask.mask, **kwargs)
         return exchange(self.group, 1, 2, out)[0], None
 
@@ -160,9 +175,10 @@ def _check_arguments(
         _refuse(f"{name} from {query.shape[2]} to {key.shape[2]} tokens", "attention to another sequence or a cache")
     if query.shape[1] % size:
         raise ConfigError(heads_text(name, query.shape[1], size))
-    unknown = [key for key, each in kwargs.items() if isinstance(each, Tensor) and each.dim() and key not in _HARMLESS]
-    if args or unknown or hasattr(module, "sinks"):
-        _refuse(f"{name} with {', '.join(unknown) or 'arguments of its own'}", "biases or sinks of its own")
+    known = _HARMLESS if getattr(module, "sinks", None) is None else {*_HARMLESS, "s_aux"}
+    unknown = [key for key, each in kwargs.items() if isinstance(each, Tensor) and each.dim() and key not in known]
+    if args or unknown:
+        _refuse(f"{name} with {', '.join(unknown) or 'arguments of its own'}", "biases of its own")
 
 
 def heads_text(name: str, heads: int, size: int) -> str:
@@ -204,6 +220,25 @@ def _grouped(module: nn.Module, groups: int) -> Iterator[None]:
         yield
     finally:
         module.num_key_value_groups = before
+
+
+@contextmanager
+def _own_sinks(module: nn.Module, group: SequenceGroup, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Let the module have the attention sinks of this rank's heads, one number for each, in place of its parameter."""
+    sinks = getattr(module, "sinks", None)
+    if sinks is None:
+        yield
+        return
+    if sinks.dim() != 1 or len(sinks) % group.size:
+        _refuse(f"{type(module).__name__} with sinks of shape {tuple(sinks.shape)}", "sinks that are not one per head")
+    mine = sinks.chunk(group.size)[group.index]
+    if "s_aux" in kwargs:
+        kwargs["s_aux"] = mine
+    vars(module)["sinks"] = mine  # Python finds it before the parameter
+    try:
+        yield
+    finally:
+        del vars(module)["sinks"]
 
 
 def check_model(model: nn.Module, size: int) -> list[Any]:

@@ -41,6 +41,7 @@ _POINTWISE = frozenset(
      "multiply", "div", "__truediv__", "divide", "true_divide", "tanh")}
     | {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.tanh}
 )  # fmt: skip
+_SUMS = frozenset({Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add})
 _SHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 
 
@@ -90,8 +91,9 @@ class Logits(Tensor):
             found = _lazily(func, args, kwargs)
             if found is not None:
                 return found
-            name = getattr(func, "__name__", str(func))
-            args, kwargs = tree_map_only(Logits, partial(_value_of, name), (args, kwargs))
+        # Outside: a head's weight that is released is gathered through its own `__torch_function__`.
+        name = getattr(func, "__name__", str(func))
+        args, kwargs = tree_map_only(Logits, partial(_value_of, name), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -112,6 +114,10 @@ def _lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if not isinstance(logits, Logits) or logits.value is not None:
         return None
     rest = args[1:]
+    if func in _SUMS and len(rest) == 1 and not kwargs and _is_row(rest[0], logits):
+        row = rest[0].flatten()
+        steps = (*logits.steps, lambda values: values + row)
+        return _again(logits, logits.hidden, steps, torch.promote_types(logits.dtype, row.dtype))
     if func is F.cross_entropy:
         return logits.source.loss.cross_entropy(
             logits, *rest, **{key: each for key, each in kwargs.items() if key != "input"}
@@ -136,6 +142,13 @@ def _lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         if part.dim() and part.shape[-1] == width and wanted.shape == (*part.shape[:-1], logits.shape[-1]):
             return _again(logits, part)
     return None
+
+
+def _is_row(value: Any, logits: Logits) -> bool:
+    """Return True for a constant of the vocabulary, such as the bias of BART's logits."""
+    if not isinstance(value, Tensor) or value.requires_grad or not value.dim():
+        return False
+    return value.numel() == value.shape[-1] == logits.shape[-1]
 
 
 def _without_device(values: Any, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ from ..config import ZeroConfig
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
-from ..errors import ConfigError, RankMismatchError, StateError
+from ..errors import ConfigError, RankMismatchError, StateError, ZeroError
 from .attention import SequenceAttention, check_model
 from .exchange import SequenceGroup
 from .parts import IGNORED, Mean, Part, divide, part_of, share_of
@@ -212,7 +212,16 @@ class SequenceParallel(Observer):
         for config in caching:  # with a cache, transformers does not look for packed rows
             config.use_cache = False
         try:
-            whole, mine = model(**head), model(**self.local(head))
+            whole = model(**head)
+            try:
+                mine = model(**self.local(head))
+            except ZeroError:
+                raise
+            except Exception as error:  # of the model's own code, which takes whole sequences
+                raise ConfigError(
+                    f"a forward of {type(model).__name__} on a part of a sequence raises {type(error).__name__}: {error}. The "
+                    "whole sequence works: leave sp_size out"
+                ) from error
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -238,7 +247,9 @@ class SequenceParallel(Observer):
             off = (wanted.float() - found.float()).norm() / scale if fits else torch.inf
             worst = torch.maximum(worst, torch.nan_to_num(torch.as_tensor(off, device=worst.device), torch.inf))
         off = float(self._engine.wire.max_scalar(worst))
-        if off > (0.01 if self._engine.precision.autocast_dtype is None else 0.1):
+        dtypes = {param.dtype for param in model.parameters()} | {self._engine.precision.autocast_dtype}
+        rounding = max(torch.finfo(each).eps for each in dtypes if each is not None and each.is_floating_point)
+        if off > max(1e-3, 12 * rounding):
             raise ConfigError(
                 f"a forward of {type(model).__name__} on {self.size} parts of a sequence differs from one on the whole, by "
                 f"{off:.1%} on a few tokens. Its tokens meet outside of attention, or it counts positions in its own way: pass "
@@ -280,14 +291,17 @@ class SequenceParallel(Observer):
 
 
 def _window(batch: Mapping[str, Any], most: int) -> dict[str, Any] | None:
-    """Return up to `most` tokens of the row with the most padding, from where padding meets tokens; each has a label."""
+    """Return `most` tokens of one row, each with a label: where two packed sequences meet, or padding meets tokens."""
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     if not isinstance(ids, Tensor) or ids.dim() < 2 or ids.shape[1] < most:
         return None
-    row, first, mask = 0, 0, batch.get("attention_mask")
+    row, first, mask, positions = 0, 0, batch.get("attention_mask"), batch.get("position_ids")
     if isinstance(mask, Tensor):
         row = int(mask.sum(1).argmin())
         first = min(max(int(mask[row].argmax()) - most // 4, 0), ids.shape[1] - most)
+    elif isinstance(positions, Tensor) and positions.dim() == 2 and (positions.diff() <= 0).any():
+        row, start = (positions.diff() <= 0).nonzero()[0].tolist()
+        first = min(max(start + 1 - most // 2, 0), ids.shape[1] - most)
     found = {
         name: each[row : row + 1, first : first + most] if isinstance(each, Tensor) and each.dim() > 1 else each
         for name, each in batch.items()

@@ -44,6 +44,18 @@ def granite() -> nn.Module:
     return transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes, logits_scaling=0.3))  # type: ignore[arg-type]
 
 
+def bart() -> nn.Module:
+    """A constant row that is added to logits."""
+    sizes = {
+        "vocab_size": VOCAB, "d_model": 32, "max_position_embeddings": 16, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0,
+        "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    }  # fmt: skip
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))  # type: ignore[arg-type]
+    model.final_logits_bias.normal_()
+    return model
+
+
 def lora() -> nn.Module:
     import peft
 
@@ -52,6 +64,7 @@ def lora() -> nn.Module:
 
 MODELS: dict[str, Any] = {
     "llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5, "gemma": gemma, "cohere": cohere, "granite": granite, "lora": lora,
+    "bart": bart,
 }  # fmt: skip
 
 
@@ -81,7 +94,7 @@ def numbers(rank: int, build: Any, chunked: Any, stage: int, precision: str) -> 
         last["labels"][:] = -100
         more = (
             {}
-            if isinstance(model, transformers.T5ForConditionalGeneration)
+            if isinstance(model, (transformers.T5ForConditionalGeneration, transformers.BartForConditionalGeneration))
             else {"num_items_in_batch": torch.tensor(20)}
         )
         if more:
@@ -104,6 +117,7 @@ def equal(rank: int, world: int) -> dict[str, float]:
     rows = [
         ("llama", 3, "no"), ("llama", 1, "bf16"), ("gpt2", 3, "no"), ("gpt2", 0, "no"), ("bert", 2, "no"), ("t5", 2, "no"),
         ("gemma", 3, "no"), ("cohere", 2, "no"), ("granite", 2, "no"), ("lora", 3, "no"), ("gpt2", 2, "bf16"),
+        ("bart", 3, "no"),
     ]  # fmt: skip
     found = {}
     for name, stage, precision in rows:
@@ -197,6 +211,28 @@ def test_logits_that_are_read() -> None:
     engine.detach()
     wanted_engine.detach()
     assert torch.isfinite(model(**given).logits).all()
+
+
+def read(rank: int, world: int) -> bool:
+    """Logits of a head whose weight another module's hooks gather, before the backward and after it."""
+    found = []
+    for chunked in (False, True):
+        model, engine = start(bert, chunked, 3)
+        out = model(**data(rank, 0))
+        loss = out.loss + F.softmax(out.logits, -1).square().mean()
+        loss.backward()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        gradients = [each for param in trained if (each := zero.full_gradient(param)) is not None]
+        out = model(**data(rank, 1))
+        out.loss.backward()
+        found.append([loss.detach(), *gradients, out.logits.detach()])
+        engine.detach()
+    return off(found[1], found[0]) < 2e-6
+
+
+@pytest.mark.gloo
+def test_logits_of_a_tied_head_are_read_at_stage_3(two: RankPool) -> None:
+    assert two.run(read) == [True, True]
 
 
 def test_a_trainer_that_evaluates(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.sequence.models import batch, mixtral, whole
 from tests.sequence.test_parity import error, made, start
 
 pytestmark = pytest.mark.gloo
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": VOCAB}
 
 
 def adapted() -> nn.Module:
@@ -25,6 +26,42 @@ def adapted() -> nn.Module:
     torch.manual_seed(3)
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     return peft.get_peft_model(llama(), config)  # type: ignore[arg-type]
+
+
+def gpt_oss() -> nn.Module:
+    """Attention sinks, which its attention passes along and reads from the module."""
+    sizes = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24}
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1, sliding_window=5)
+    )
+
+
+def afmoe() -> nn.Module:
+    """It passes masks to attention by keyword."""
+    sizes = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24}
+    config = transformers.AfmoeConfig(
+        **sizes, moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1, sliding_window=5
+    )
+    return transformers.AfmoeForCausalLM(config)
+
+
+def paligemma() -> nn.Module:
+    """Its text model gets a mask that is made already."""
+    sizes = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+    }
+    config = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **sizes},
+        vision_config={"model_type": "siglip_vision_model", **vision, "patch_size": 8},
+        projection_dim=32,
+        image_token_index=1,
+    )
+    return transformers.PaliGemmaForConditionalGeneration(config)
 
 
 def given(kind: str) -> dict[str, Any]:
@@ -48,6 +85,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
     "mixtral left": (mixtral, {}, "left", True),
     "bert right": (bert, {"num_attention_heads": 4}, "right", False),
     "bert left eager": (bert, {"num_attention_heads": 4, "attn_implementation": "eager"}, "left", False),
+    "gpt-oss right": (gpt_oss, {}, "right", True),
+    "paligemma right": (paligemma, {}, "right", True),
+    "afmoe left": (afmoe, {}, "left", True),
     "llama adapted": (adapted, {}, "full", True),
 }
 
@@ -85,9 +125,6 @@ def message(act: Any) -> str:
     return "no error"
 
 
-SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": VOCAB}
-
-
 def classifier() -> nn.Module:
     config = transformers.LlamaConfig(
         **SMALL, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, pad_token_id=0
@@ -104,6 +141,13 @@ class Cumulative(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.cumsum(1)
+
+
+class Shaped(nn.Module):
+    """What a model does that takes its number of tokens for granted."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (4, -1))[:, :, 1].repeat_interleave(x.shape[1] // 4, 1)
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
@@ -130,11 +174,18 @@ def refused(rank: int, world: int) -> dict[str, str]:
     }
     assert torch.isfinite(model(**engine.local_sequence(batch(0))).loss)  # goes on after refusals
     engine.detach()
-    model = llama()
-    model.model.layers[0].mlp = Cumulative()
-    engine = start(model, 2)
-    found["tokens meet elsewhere"] = message(lambda: model(**engine.local_sequence(batch(0))))
-    engine.detach()
+    first_parts_full = {**batch(0), "position_ids": torch.tensor([[*range(14), *range(8)]])}
+    for name, build, layer, rows in (
+        ("tokens meet elsewhere", llama, Cumulative, batch(0)),
+        ("packed rows that the model does not tell apart", gpt_oss, None, first_parts_full),
+        ("code for whole sequences", llama, Shaped, batch(0)),
+    ):
+        model = made(build)
+        if layer is not None:
+            model.model.layers[0].mlp = layer()
+        engine = start(model, 2)
+        found[name] = message(lambda model=model, engine=engine, rows=rows: model(**engine.local_sequence(rows)))
+        engine.detach()
     return found
 
 
@@ -156,5 +207,7 @@ def test_refusals(two: RankPool) -> None:
         "divided twice": "StateError: local_sequence got what local_sequence returned",
         "attentions": "output_attentions",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
+        "packed rows that the model does not tell apart": "Its tokens meet outside of attention",
+        "code for whole sequences": "on a part of a sequence raises",
     }.items():
         assert text in first[name], name
