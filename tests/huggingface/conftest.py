@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
-pytest.register_assert_rewrite("tests.kit.same")
-
-from tests.kit.jobs.harness import fresh  # noqa: E402
+from tests.kit.jobs.harness import fresh
+from tests.kit.pool import RankPool
 
 VOCAB = 500
 
@@ -43,3 +45,20 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama(2, 64).save_pretrained(root / "small")
     llama(3, 64).to(torch.bfloat16).save_pretrained(root / "bf16")
     return root
+
+
+def _inside(rank: int, world: int, folder: Path, work: Callable[[], Any]) -> Any:
+    fresh()
+    with contextlib.chdir(folder):
+        return work()
+
+
+@pytest.fixture(scope="session")
+def on_two(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Calls a function on two ranks, in a folder that all such calls share; returns what it returned on rank 0."""
+    folder = tmp_path_factory.mktemp("two")
+
+    def call(work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return pools[2].run(_inside, folder, partial(work, *args, **named), timeout_s=240)[0]
+
+    return call

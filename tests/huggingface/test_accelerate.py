@@ -1,4 +1,4 @@
-"""accelerate: a loop on one rank, and a plain accelerate loop on two real ranks against plain data parallel."""
+"""accelerate on one rank: models and optimizers that are prepared, checkpoints, hooks, refusals."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ from transformers import ResNetConfig, ResNetForImageClassification
 import hf_zero as zero
 from tests.huggingface.test_plugin import refused
 from tests.kit.jobs.harness import distance, gpt2, optimizer_distance
-from tests.kit.launch import Results, launch
 
 STAGES = (0, 1, 2, 3)
-
-
-# ---- one rank -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -362,76 +358,3 @@ def test_autocast_is_accelerates_own() -> None:
         inside = model(torch.ones(1, 4))
     assert inside.dtype == torch.float32, "accelerate hands outputs back in float32"
     assert torch.equal(model(torch.ones(1, 4)), inside)
-
-
-# ---- two ranks -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    out = tmp_path_factory.mktemp("accelerate")
-    return launch("accelerate_job", out), out
-
-
-CHECKS = [
-    *(f"stage {stage}" for stage in STAGES),
-    "unclipped 1",
-    "unclipped 3",
-    "bf16 0",
-    "bf16 2",
-    "bf16 3",
-    "any order",
-    "state 0",
-    "state 1",
-    "state 3",
-    "ddp state",
-    "save_model",
-    "save_model 0 none",
-    "save_model 1 none",
-    "save_model 2 none",
-    "save_model 3 none",
-    "save_model 3 cpu",
-    "save_model 3 disk",
-    "save_model adapters 0",
-    "save_model adapters 3",
-    *(f"export {stage} {born}" for stage in (0, 3) for born in (False, True)),
-    "save fails",
-    "clip",
-    "sync",
-    "no_sync of the model",
-    "uneven 0",
-    "uneven 1",
-    "uneven 3",
-    "overflow 1",
-    "overflow 3",
-    "subclass",
-    "two models",
-    "adapters",
-]
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_two_ranks(job: tuple[Results, Path], check: str) -> None:
-    """What each of them does and asserts is in `accelerate_job.py`, under this name."""
-    job[0](check)
-
-
-@pytest.mark.gloo
-def test_load_state_on_one_rank(job: tuple[Results, Path]) -> None:
-    """Written by two ranks at stage 3, read by this process alone at stage 2."""
-    found, out = job
-    found("state for one rank")
-    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
-    model = gpt2(seed=5)
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer: Any = torch.optim.AdamW(groups, lr=1.0)
-    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    accelerator.load_state(str(out / "for_one_rank"))
-    expected = torch.load(out / "for_one_rank.pt", weights_only=True)
-    assert distance(dict(model.state_dict()), expected["weights"]) == 0.0
-    assert optimizer_distance(optimizer.state_dict(), expected["optimizer"]) == 0.0

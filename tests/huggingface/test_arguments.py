@@ -1,62 +1,118 @@
-"""Arguments and calls of the stock Trainer and Accelerator that touch how a model is held, and LoRA; on two real ranks."""
+"""Arguments of the stock Trainer that touch how a model is held, on two ranks, against the same script without them."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from tests.kit.launch import Results, launch
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hf_zero as zero
+from tests.kit.jobs.harness import RANK, Tokens, bert, distance, fresh, gpt2
 
 pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
-ARGUMENTS = [
-    *(f"bf16_full_eval {how}" for how in (0, 1, 2, 3, "offloaded to cpu", "offloaded to disk")),
-    "fp16_full_eval 1",
-    "fp16_full_eval 3",
-    "compiled eager 2",
-    "compiled aot_eager 1",
-    "compiled aot_eager 3",
-    "compiled bf16 3",
-    "freezing 1",
-    "freezing 3",
-    "generates 1 bf16",
-    "generates 3 bf16",
-    "generates 3 no",
-]
-ADAPTERS = [
-    *(f"stage {stage}" for stage in range(4)),
-    "resume",
-    "resume newest",
-    "bf16 1",
-    "bf16 3",
-    "bf16 resume",
-    "checkpointing",
-    "generate",
-]
+
+def run(
+    name: str, stage: int | None, build: Any = gpt2, callbacks: Any = None, data: Any = None, **changes: Any
+) -> Trainer:
+    """`stage=None` is plain data parallel."""
+    fresh()
+    settings: dict[str, Any] = {
+        "output_dir": name, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 3,
+        "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True, "seed": 3, "optim": "adamw_torch",
+    }  # fmt: skip
+    offload = changes.pop("offload_params", "none")
+    if stage is not None:
+        offloaded = {"offload_params": offload, "offload_dir": "tier" if offload == "disk" else None}
+        settings["parallelism_config"] = zero.ZeroPlugin(stage=stage, **offloaded)
+    args = TrainingArguments(**{**settings, **changes})
+    data = data or (Tokens(), Tokens(rows=6, seed=8))
+    return Trainer(build(), args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("arguments_job", tmp_path_factory.mktemp("arguments"), timeout=250)
+def losses(trainer: Trainer) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history for name in ("loss", "grad_norm") if name in entry]
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("peft_job", tmp_path_factory.mktemp("peft"))
+# Full evaluation ---------------------------------------------------------------------------------------------------------
+
+CLASSES = Tokens(classes=3), Tokens(rows=6, classes=3, seed=8)
 
 
-@pytest.mark.parametrize("check", ARGUMENTS)
-def test_arguments(arguments: Results, check: str) -> None:
-    """What each of them does and asserts is in `arguments_job.py`, under this name."""
-    arguments(check)
+def evaluated(kind: str, stage: int | None, **changes: Any) -> dict[str, Any]:
+    trainer = run("eval", stage, bert, data=CLASSES, **{f"{kind}_full_eval": True}, **changes)
+    loss = trainer.evaluate()["eval_loss"]
+    found = trainer.predict(CLASSES[1])
+    assert np.isfinite(found.predictions.astype(np.float64)).all()
+    return {"loss": loss, "predictions": found.predictions.astype(np.float64).tolist(), "trainer": trainer}
 
 
-@pytest.mark.parametrize("check", ADAPTERS)
-def test_adapters(adapters: Results, check: str) -> None:
-    """What each of them does and asserts is in `peft_job.py`, under this name."""
-    adapters(check)
+def full_eval(kind: str, stage: int, **changes: Any) -> None:
+    plain = evaluated(kind, None)
+    exact = run("exact", None, bert, data=CLASSES).evaluate()["eval_loss"]
+    assert plain["loss"] != exact, "the type shows"
+    mine = evaluated(kind, stage, **changes)
+    assert mine["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert np.array_equal(mine["predictions"], plain["predictions"])
+    # It is trained as if it had not been evaluated, and evaluated once more afterwards.
+    trainer = mine["trainer"]
+    assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    again = run("unseen", stage, bert, data=CLASSES, **changes)
+    again.train()
+    assert losses(trainer) == losses(again)
+    unseen = again.model.state_dict()
+    assert RANK or distance(state, unseen) == 0.0
+    assert after == pytest.approx(again.evaluate()["eval_loss"], rel=2e-2)
 
 
-def test_compiled_by_inductor(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs a C++ compiler, as inductor does on CPU."""
-    monkeypatch.setenv("ONLY", "inductor")
-    launch("arguments_job", tmp_path_factory.mktemp("inductor"), timeout=300)("compiled inductor 3")
+# torch.compile -----------------------------------------------------------------------------------------------------------
+
+
+def compiled(backend: str, stage: int, rel: float = 1e-5, **changes: Any) -> None:
+    """Equal to training as it is, and no graph is made after the second step."""
+    from torch._dynamo.utils import counters
+
+    plain = run("plain", stage, **changes)
+    plain.train()
+    torch._dynamo.reset()
+    counters.clear()
+    seen: list[int] = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen.append(counters["stats"]["unique_graphs"])
+
+    trainer = run("compiled", stage, torch_compile=True, torch_compile_backend=backend, callbacks=[Count()], **changes)
+    trainer.train()
+    assert seen[-1] == seen[1] > 0, seen
+    assert losses(trainer) == pytest.approx(losses(plain), rel=rel)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=rel)
+    torch._dynamo.reset()
+
+
+WORK: dict[str, Callable[[], None]] = {
+    **{f"bf16_full_eval {stage}": partial(full_eval, "bf16", stage) for stage in range(4)},
+    **{
+        f"bf16_full_eval offloaded to {tier}": partial(full_eval, "bf16", 3, offload_params=tier)
+        for tier in ("cpu", "disk")
+    },
+    **{f"fp16_full_eval {stage}": partial(full_eval, "fp16", stage) for stage in (1, 3)},
+    "compiled eager 2": partial(compiled, "eager", 2),
+    **{f"compiled aot_eager {stage}": partial(compiled, "aot_eager", stage) for stage in (1, 3)},
+    "compiled bf16 3": partial(compiled, "aot_eager", 3, 2e-2, bf16=True),
+    "compiled inductor 3": partial(compiled, "inductor", 3),  # needs a C++ compiler, as inductor does on CPU
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_on_two_ranks(on_two: Callable[..., Any], name: str) -> None:
+    on_two(WORK[name])

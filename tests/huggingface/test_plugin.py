@@ -44,6 +44,20 @@ def test_plugin_turns_a_stock_accelerator() -> None:
     assert isinstance(Accelerator(), zero.ZeroAccelerator), "accelerate keeps its first configuration"
 
 
+class OwnAccelerator(Accelerator):
+    """A user's subclass."""
+
+    def shout(self) -> str:
+        return "mine"
+
+
+def test_plugin_turns_a_subclass() -> None:
+    accelerator = OwnAccelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
+    assert type(accelerator).__name__ == "ZeroOwnAccelerator"
+    assert isinstance(accelerator, OwnAccelerator)
+    assert accelerator.shout() == "mine"
+
+
 @pytest.mark.parametrize("argument", ["zero_plugin", "parallelism_config"])
 def test_accelerator_class(argument: str) -> None:
     accelerator = zero.ZeroAccelerator(cpu=True, **{argument: zero.ZeroPlugin(stage=1)})

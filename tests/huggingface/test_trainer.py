@@ -1,4 +1,4 @@
-"""The stock Trainer on two real ranks with one argument more, against plain data parallel; and its arguments alone."""
+"""The Trainer and its arguments on one rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
-from tests.kit.hub_server import TOKEN, Hub
 from tests.kit.jobs.harness import Tokens, distance, gpt2
-from tests.kit.launch import Results, launch
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_have_the_fields_of_the_config() -> None:
@@ -105,6 +101,14 @@ def test_an_accelerator_between_arguments_and_trainer_is_found(tmp_path: Path) -
         Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=[zero.ZeroCallback()]).train()
 
 
+def test_a_trainer_without_a_plugin_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(zero.ConfigError, match="needs a ZeroPlugin"):
+        zero.ZeroTrainer(gpt2(), TrainingArguments(**small(tmp_path)))
+    args = TrainingArguments(**small(tmp_path))
+    with pytest.raises(zero.ConfigError, match="model that is not sharded"):
+        Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=[zero.ZeroCallback()]).train()
+
+
 class OwnTrainer(Trainer):
     """A user's subclass."""
 
@@ -155,6 +159,18 @@ def test_a_checkpoint_without_optimizer_state_is_warned_of(tmp_path: Path) -> No
     trainer = Trainer(gpt2(), zero.ZeroTrainingArguments(**settings), train_dataset=Tokens())
     with pytest.warns(UserWarning, match="holds no optimizer state"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+class Look(TrainerCallback):
+    """What training starts from."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+        self.optimizer: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
+        self.optimizer = kwargs["optimizer"].state_dict()
 
 
 def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
@@ -267,157 +283,3 @@ def test_model_card(tmp_path: Path) -> None:
         assert part in text
     assert "num_train_epochs" not in text, "max_steps is what counts"
     zero.verify(tmp_path)
-
-
-# ---- two ranks -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    out = tmp_path_factory.mktemp("trainer")
-    return launch("trainer_job", out, timeout=200), out
-
-
-CHECKS = [
-    "stage 0",
-    "stage 1",
-    "stage 2",
-    "stage 3",
-    "resume 3",
-    "resume 1 from 3",
-    "zero from ddp",
-    "plain from ours",
-    "trainer class",
-    "resume into a sharded model",
-    "rotation",
-    "damaged best",
-    "two nodes",
-    "born",
-    "damaged",
-    "nothing left",
-    "crash False",
-    "crash True",
-    "behind",
-    "fails behind",
-    "evaluate a checkpoint",
-    "save_only_model",
-    "bf16",
-    "twice",
-    "plain module",
-    "classification",
-    "evaluate only 1",
-    "evaluate only 3",
-    "save fails",
-    "no plugin",
-    "callback without plugin",
-    "adafactor",
-]
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_two_ranks(job: tuple[Results, Path], check: str) -> None:
-    """What each of them does and asserts is in `trainer_job.py`, under this name."""
-    if job[0](check) is False:
-        pytest.skip("needs the right to mount a file system")
-
-
-@pytest.mark.wide
-@pytest.mark.gloo
-def test_push_to_the_hub(tmp_path: Path) -> None:
-    """Saves and the end, to a Hub on the loopback interface: rank 0 sends what all ranks gathered.
-
-    A Trainer sends a save's two commits from two threads, and leaves out a save that comes while the one before is being sent.
-    """
-    with Hub() as hub:
-        found = launch("hub_job", tmp_path, hub.url, TOKEN, warm=False)
-    steps = [f"Training in progress, step {step}" for step in (2, 4)]
-    saves = {("main", name) for step in steps for name in (step, f"{step}, checkpoint")}
-    for stage in range(4):
-        found(f"push {stage}")
-        repo = hub.repos[f"user/tiny{stage}"]
-        files = repo.branches["main"]
-        assert repo.commits[-1] == ("main", "the end")
-        assert len({*repo.commits}) == len(repo.commits) >= 3
-        assert {*repo.commits[:-1]} <= saves
-        assert {"README.md", "config.json", "model.safetensors", "last-checkpoint/zero_manifest.json"} <= set(files)
-        assert not [name for name in files if "zero_saving" in name]
-        final = load_file(tmp_path / f"final{stage}.safetensors")
-        pushed = load(files["model.safetensors"])
-        assert pushed
-        assert all(torch.equal(value, final[name]) for name, value in pushed.items())
-        assert f"zero-stage-{stage}".encode() in files["README.md"]
-
-
-class Look(TrainerCallback):
-    """What training starts from."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Any] = {}
-        self.optimizer: dict[str, Any] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.weights = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
-        self.optimizer = kwargs["optimizer"].state_dict()
-
-
-@pytest.mark.gloo
-def test_resume_on_one_rank(job: tuple[Results, Path], tmp_path: Path) -> None:
-    """Written by two ranks; this process resumes alone, at another stage."""
-    found, out = job
-    found("stage 3")
-    folder = out / "stage3" / "checkpoint-4"
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        parallelism_config=zero.ZeroPlugin(stage=1),
-        max_steps=6,
-        per_device_train_batch_size=2,
-        save_strategy="no",
-        weight_decay=0.1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        optim="adamw_torch",
-    )
-    look = Look()
-    trainer = Trainer(gpt2(seed=4), args, train_dataset=Tokens(), callbacks=[look])
-    trainer.train(resume_from_checkpoint=str(folder))
-    look.weights.pop("lm_head.weight")
-    assert distance(look.weights, load_file(folder / "model.safetensors")) == 0.0
-    names = [name for group in zero.engine_of(trainer.model).group_options() for name in group["params"]]
-    for state in ("exp_avg", "exp_avg_sq"):
-        mine = {names[number]: entries[state] for number, entries in look.optimizer["state"].items()}
-        assert distance(mine, load_file(folder / "optimizer" / f"{state}.safetensors")) == 0.0
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """An uninterrupted run, and the folder with its checkpoints."""
-    folder = tmp_path_factory.mktemp("worlds")
-    return launch("worlds_job", folder / "whole", str(folder / "run"))("run"), folder
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_resume_on_another_number_of_ranks(on_two_ranks: tuple[dict[str, Any], Path], ranks: int) -> None:
-    """Two ranks write, one or three go on with the same rows in a step: the losses of the uninterrupted run."""
-    whole, folder = on_two_ranks
-    resumed = launch("worlds_job", folder / f"resumed{ranks}", str(folder / "run"), "resume", ranks=ranks)("run")
-    assert resumed["world"] == ranks
-    assert len(resumed["loss"]) == 4
-    assert resumed["loss"] == pytest.approx(whole["loss"], rel=2e-6)
-    assert resumed["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-5)
-
-
-# ---- the end by a signal ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def preempted(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("preemption_job", tmp_path_factory.mktemp("preempted"))
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(preempted: Results, stage: int) -> None:
-    preempted(f"stage {stage}")

@@ -2,7 +2,7 @@
 
 A job is one script with many checks, so that the price of starting is paid once. Its rank r writes `rank<r>.json`:
 {check: {"value": ...} or {"error": traceback}}. Ranks are forked from one process that has imported torch and transformers
-and has done nothing else; `warm=False` is for jobs that set what these read when they are imported.
+and has done nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import multiprocessing as mp
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ class Results:
         return self.ranks[rank][check]["value"]
 
 
-def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float = 150, warm: bool = True) -> Results:
+def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float = 150) -> Results:
     """Run `jobs/<job>.py <out> <arguments>` and wait. Nothing of it is alive afterwards."""
     out.mkdir(parents=True, exist_ok=True)
     environment = {
@@ -61,36 +60,15 @@ def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float 
         "JOB_TIMEOUT": str(timeout),
     }
     words = [str(JOBS / f"{job}.py"), str(out), *arguments]
+    log = out / "output.txt"
+    fork_ranks(words, environment, [(log, log)] * ranks, timeout=timeout)
     # At the time limit, the checks that ran are in the files; the others fail by name.
-    (_fork if warm else _execute)(words, out / "output.txt", environment, ranks, timeout)
-    output = (out / "output.txt").read_text(errors="replace")
+    output = log.read_text(errors="replace")
     found = []
     for rank in range(ranks):
         path = out / f"rank{rank}.json"
         found.append(json.loads(path.read_text()) if path.is_file() else {})
     return Results(found, output)
-
-
-def _execute(words: list[str], log: Path, environment: Mapping[str, str], ranks: int, timeout: float) -> None:
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, *words], env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session: torchrun and its ranks, nothing else
-                process.wait(10)
-
-
-def _fork(words: list[str], log: Path, environment: Mapping[str, str], ranks: int, timeout: float) -> None:
-    fork_ranks(words, environment, [(log, log)] * ranks, timeout=timeout)
 
 
 def fork_ranks(

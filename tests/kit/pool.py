@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
@@ -47,8 +47,8 @@ class RankFailure(AssertionError):
     """A rank raised, or did not answer in time. Carries every rank's traceback, the first to fail first."""
 
 
-def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
-    os.environ.update(ENVIRONMENT)
+def _serve(rank: int, world: int, port: int, pipe: Any, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
     if world > 1:  # as torchrun sets them: accelerate counts ranks by these
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -75,12 +75,14 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 class RankPool:
     """`world` processes. A failure or a timeout ends them all; the next call starts new ones, at once.
 
-    `executed`: they are not forked, but execute Python anew, so that what the environment tells the C library holds.
+    `executed`: they are not forked, but execute Python anew, so that what `environment` tells the C library and modules that
+    read it when they are imported holds.
     """
 
-    def __init__(self, world: int, executed: bool = False) -> None:
+    def __init__(self, world: int, executed: bool = False, environment: Mapping[str, str] = ENVIRONMENT) -> None:
         self.world = world
         self._executed = executed
+        self._environment = environment
         self._ranks: list[tuple[Any, Any]] = []
         self._store: Any = None
 
@@ -122,7 +124,9 @@ class RankPool:
             port = self._store.port
         for rank in range(self.world):
             here, there = context.Pipe()
-            process: Any = context.Process(target=_serve, args=(rank, self.world, port, there), daemon=True)
+            process: Any = context.Process(
+                target=_serve, args=(rank, self.world, port, there, self._environment), daemon=True
+            )
             process.start()
             there.close()
             self._ranks.append((process, here))

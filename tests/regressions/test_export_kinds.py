@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,89 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from tests.kit.common import gpt2
-from tests.kit.hub_server import Hub
-from tests.kit.launch import Results, launch
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def job(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("upload_kinds_job", tmp_path_factory.mktemp("kinds"), hub.url, ranks=1, warm=False)
-
-
-@pytest.mark.gloo
-def test_an_upload_replaces_shards_of_another_number_and_nothing_else(job: Results) -> None:
-    found = job("shards")
-    assert found["loaded"] == [True] * 4
-    assert found["lost"] == []
-    assert found["weights"] == ["model.safetensors"]
-
-
-@pytest.mark.gloo
-def test_an_adapter_does_not_replace_a_full_model(job: Results) -> None:
-    found = job("adapter_over_full")
-    assert found["said"].startswith("ConfigError")
-    assert "model.safetensors" in found["said"]
-    assert "overwrite=True" in found["said"]
-    assert found["typed"] == 2
-    assert found["untouched"]
-    assert "adapter_model.safetensors" in found["after"]
-    assert "model.safetensors" not in found["after"]
-    assert found["right"]
-
-
-@pytest.mark.gloo
-def test_a_full_model_does_not_leave_an_adapter(job: Results) -> None:
-    found = job("full_over_adapter")
-    assert found["said"].startswith("ConfigError")
-    assert "adapter_config.json" in found["said"]
-    assert found["untouched"]
-    assert found["right"]
-    assert {"critic/adapter_model.safetensors", "critic/adapter_config.json", "adapter_notes.txt"} <= set(
-        found["after"]
-    )
-    assert not {"adapter_model.safetensors", "adapter_config.json"} & set(found["after"])
-
-
-@pytest.mark.gloo
-def test_pickled_weights_are_removed_on_request_only(job: Results) -> None:
-    found = job("pickles")
-    assert found["said"].startswith("ConfigError")
-    assert "pytorch_model.bin" in found["said"]
-    assert "pytorch_model.bin" not in found["after"]
-    assert {"training_args.bin", "pytorch_model.fp16.bin", "model.safetensors"} <= set(found["after"])
-
-
-@pytest.mark.gloo
-def test_a_branch_is_not_made_for_a_refused_upload(job: Results) -> None:
-    found = job("branches")
-    assert found["said"].startswith("ConfigError")
-    assert not found["made"]
-    assert found["main"]
-
-
-@pytest.mark.gloo
-def test_only_cards_that_no_user_edited_are_replaced(job: Results) -> None:
-    found = job("cards")
-    assert "# Edited: " in found["edited"]
-    assert found["begun"].startswith("# Begun")
-    assert found["own"] == "# Of the folder\n"
-
-
-@pytest.mark.gloo
-def test_a_trainers_push_follows_the_same_rules(job: Results) -> None:
-    found = job("trainer")
-    assert found["lost"] == []
-    assert found["weights"] == ["model.safetensors"]
-    assert found["loaded"]
-    for said in (found["refused"], found["pushed"]):
-        assert said.startswith("ConfigError")
-        assert "adapter_config.json" in said
 
 
 def equal(one: Path, other: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import (
-    OUT,
-    Tokens,
-    barrier,
-    distance,
-    files_under,
-    fresh,
-    gpt2,
-)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -27,6 +19,14 @@ from transformers import (
 )
 
 import hf_zero as zero
+from tests.kit.jobs.harness import (
+    Tokens,
+    barrier,
+    distance,
+    files_under,
+    fresh,
+    gpt2,
+)
 
 STEPS = 8
 FOLDER = [
@@ -48,7 +48,7 @@ OURS = {"zero_manifest.json", "zero_run.json", "zero_steps.jsonl", "zero_steps.r
 
 def arguments(folder: str, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
     settings: dict[str, Any] = {
-        "output_dir": str(OUT / folder),
+        "output_dir": folder,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -76,6 +76,7 @@ def trainer(
     seed: int = 0,
     kind: type[Trainer] = Trainer,
     model: nn.Module | None = None,
+    rows: int = 32,
     **changes: Any,
 ) -> Trainer:
     """`stage=None` is plain data parallel. The one argument is `parallelism_config`."""
@@ -88,7 +89,7 @@ def trainer(
     return kind(
         model=gpt2(seed) if model is None else model,
         args=args,
-        train_dataset=Tokens(),
+        train_dataset=Tokens(rows),
         eval_dataset=Tokens(rows=8, seed=8),
         callbacks=callbacks,
     )
@@ -122,8 +123,9 @@ def assert_error(message: str, kind: str, *parts: str) -> None:
         assert part in message, (part, message)
 
 
+@functools.cache
 def whole_run(name: str, stage: int | None, **changes: Any) -> dict[str, Any]:
-    """Evaluate, train with evaluations and saves, load the best, evaluate, predict, save."""
+    """Evaluate, train with evaluations and saves, load the best, evaluate, predict, save. Once for equal arguments."""
     if stage is None:
         # In accelerate 1.15 a Trainer that evaluates before it trains is never wrapped in DDP: its ranks drift apart.
         before = trainer(name, stage, **changes).evaluate()["eval_loss"]
@@ -135,7 +137,7 @@ def whole_run(name: str, stage: int | None, **changes: Any) -> dict[str, Any]:
     predictions = run.predict(Tokens(rows=8, seed=9)).predictions
     run.save_model()
     barrier()
-    folder = OUT / name
+    folder = Path(name)
     return {
         "before": before,
         "curve": curve(run),
@@ -162,9 +164,11 @@ def optimizer_at(folder: Path, names: list[str]) -> dict[str, Tensor]:
     }
 
 
-def equals_data_parallel(name: str, stage: int, reference: dict[str, Any], rel: float = 2e-6, **changes: Any) -> Any:
+def equals_data_parallel(
+    name: str, stage: int, source: str = "ddp", rel: float = 2e-6, kind: Any = Trainer, **changes: Any
+) -> Any:
     """Curves, evaluations, predictions, the best checkpoint."""
-    mine = whole_run(name, stage, **changes)
+    mine, reference = whole_run(name, stage, kind=kind, **changes), whole_run(source, None, **changes)
     assert_curve(mine["curve"], reference["curve"], rel)
     assert len(mine["curve"]["eval_loss"]) == 3
     for part in ("before", "after", "predictions"):
@@ -175,52 +179,49 @@ def equals_data_parallel(name: str, stage: int, reference: dict[str, Any], rel: 
     return mine
 
 
-def one_argument(stage: int, reference: dict[str, Any]) -> Any:
+def one_argument(stage: int) -> None:
     """Evaluate, train, evaluate, save, load the best, predict; the very files of data parallel."""
-    mine = equals_data_parallel(f"stage{stage}", stage, reference)
+    mine, reference = equals_data_parallel(f"stage{stage}", stage), whole_run("ddp", None)
     stock = [name for name in mine["files"] if "optimizer" not in name and Path(name).name not in OURS]
     assert stock == [name for name in reference["files"] if "optimizer" not in name]
     assert [name for name in mine["files"] if name.startswith("checkpoint-8/")] == [f"checkpoint-8/{n}" for n in FOLDER]
     same_files(f"stage{stage}", "ddp")
-    return mine
 
 
-def same_files(
-    name: str, reference: str, steps: tuple[int, ...] = (4, 8), optimizer: float = 1e-5, at_the_end: bool = True
-) -> None:
+def same_files(name: str, reference: str) -> None:
     """Values in checkpoints and at the end; all of them whole, and `from_pretrained` takes them."""
-    for step in steps:
-        one, two = OUT / name / f"checkpoint-{step}", OUT / reference / f"checkpoint-{step}"
+    for step in (4, 8):
+        one, two = Path(name, f"checkpoint-{step}"), Path(reference, f"checkpoint-{step}")
         assert distance(saved(one), saved(two)) < 1e-5
         groups = json.loads((one / "optimizer" / "optimizer.json").read_text())["groups"]
         names = [param for group in groups for param in group["params"]]
-        assert distance(optimizer_at(one, names), optimizer_at(two, names)) < optimizer
+        assert distance(optimizer_at(one, names), optimizer_at(two, names)) < 1e-5
         zero.verify(one)
-    assert not at_the_end or distance(saved(OUT / name), saved(OUT / reference)) < 1e-5
-    zero.verify(OUT / name)
-    model = AutoModelForCausalLM.from_pretrained(OUT / name)
-    files = saved(OUT / name)
+    assert distance(saved(Path(name)), saved(Path(reference))) < 1e-5
+    zero.verify(Path(name))
+    model = AutoModelForCausalLM.from_pretrained(Path(name))
+    files = saved(Path(name))
     assert distance({key: model.state_dict()[key] for key in files}, files) == 0.0
 
 
 def bf16() -> None:
-    reference = whole_run("ddp_bf16", None, bf16=True)
-    equals_data_parallel("bf16", 3, reference, rel=1e-3, bf16=True)
+    equals_data_parallel("bf16", 3, "ddp_bf16", rel=1e-3, bf16=True)
     # Data parallel adds micro-batches up before ranks, stage 3 ranks before micro-batches: the last bit of a float32 sum may
     # round a weight to the next bf16 number. What the keys' biases have as gradients is such rounding alone (a softmax does
     # not see them), which Adam makes steps of its full size: hence a mean, where a step is 3e-3.
-    one, two = (saved(OUT / name / "checkpoint-4") for name in ("bf16", "ddp_bf16"))
+    one, two = (saved(Path(name, "checkpoint-4")) for name in ("bf16", "ddp_bf16"))
     assert one.keys() == two.keys()
     numel = sum(values.numel() for values in one.values())
     assert sum(float((one[name] - two[name]).abs().sum()) for name in one) / numel < 1e-4
-    zero.verify(OUT / "bf16" / "checkpoint-4")
+    zero.verify(Path("bf16", "checkpoint-4"))
 
 
-def resume(name: str, source: str, stage: int | None, whole: dict[str, Any], tolerance: float, **changes: Any) -> None:
+def resume(name: str, stage: int, source: str, of: int | None, tolerance: float) -> None:
     """From the middle checkpoint of `source`, with a model that starts elsewhere: the second half must be the same."""
-    run = trainer(name, stage, seed=99, **changes)
-    run.train(resume_from_checkpoint=str(OUT / source / "checkpoint-4"))
-    assert distance(saved(OUT / name / "checkpoint-8"), saved(OUT / source / "checkpoint-8")) <= tolerance
+    whole = whole_run(source, of)
+    run = trainer(name, stage, seed=99)
+    run.train(resume_from_checkpoint=f"{source}/checkpoint-4")
+    assert distance(saved(Path(name, "checkpoint-8")), saved(Path(source, "checkpoint-8"))) <= tolerance
     mine = curve(run)
     for part in ("loss", "grad_norm", "learning_rate"):
         assert mine[part] == pytest.approx(whole["curve"][part], rel=2e-6), part
@@ -231,6 +232,6 @@ def resume_into_a_sharded_model() -> None:
     run = trainer("again", 3)
     run.train()
     barrier()
-    first = saved(OUT / "again" / "checkpoint-8")
-    run.train(resume_from_checkpoint=str(OUT / "again" / "checkpoint-4"))
-    assert distance(saved(OUT / "again" / "checkpoint-8"), first) == 0.0
+    first = saved(Path("again", "checkpoint-8"))
+    run.train(resume_from_checkpoint="again/checkpoint-4")
+    assert distance(saved(Path("again", "checkpoint-8")), first) == 0.0

@@ -1,13 +1,11 @@
-"""A plain accelerate loop on two ranks: every stage against plain data parallel, and what surrounds the loop.
-
-Each check asserts by itself; `test_accelerate.py` has the list of their names.
-"""
+"""A plain accelerate loop on two ranks: every stage against plain data parallel, and what surrounds the loop."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,34 +13,29 @@ import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration
-from accelerate_runs import Run, complete, equals_data_parallel, rank_0_distance, start, train, weights
-from accelerate_saves import (
-    ddp_state_into_zero,
-    export_without_optimizer,
-    save_fails_on_every_rank,
-    save_model_adapters,
-    save_model_files,
-    save_model_loads,
-    state_for_one_rank,
-    state_round_trip,
-)
-from harness import (
-    OUT,
-    RANK,
-    Tokens,
-    check,
-    files_under,
-    fresh,
-    gpt2,
-    optimizer_distance,
-    raised,
-    watch,
-)
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 from transformers import GPT2LMHeadModel
 
 import hf_zero as zero
+from tests.huggingface.accelerate_runs import (
+    Run,
+    complete,
+    equals_data_parallel,
+    rank_0_distance,
+    start,
+    train,
+    weights,
+)
+from tests.kit.jobs.harness import (
+    RANK,
+    Tokens,
+    files_under,
+    fresh,
+    gpt2,
+    optimizer_distance,
+    raised,
+)
 
 # ---- what surrounds the loop -----------------------------------------------------------------------------------------
 
@@ -276,25 +269,6 @@ def overflow(stage: int) -> None:
     assert RANK or min(moved[0], moved[2]) > 0.0
 
 
-class OwnAccelerator(Accelerator):
-    """A user's subclass."""
-
-    def shout(self) -> str:
-        return "mine"
-
-
-def own_subclass() -> None:
-    fresh()
-    accelerator = OwnAccelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
-    model = gpt2()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert type(accelerator).__name__ == "ZeroOwnAccelerator"
-    assert isinstance(accelerator, OwnAccelerator)
-    assert accelerator.shout() == "mine"
-    assert zero.engine_of(model) is not None
-    assert str(accelerator.distributed_type) == "DistributedType.MULTI_CPU"
-
-
 def two_models() -> None:
     """Two models, two optimizers, one accelerator."""
     out: dict[str, Any] = {}
@@ -314,8 +288,8 @@ def two_models() -> None:
                 optimizer.zero_grad()
         out[name] = norms
     assert out["zero"] == pytest.approx(out["ddp"], rel=1e-6)
-    accelerator.save_state(str(OUT / "two"))
-    files = set(files_under(OUT / "two"))
+    accelerator.save_state("two")
+    files = set(files_under(Path("two")))
     assert {"model_1/config.json", "model_1/model.safetensors", "optimizer_1/optimizer.json"} <= files
     pair: list[tuple[Any, Any]] = [(a, x), (b, y)]
     before = [({k: v.clone() for k, v in m.state_dict().items()}, o.state_dict()) for m, o in pair]
@@ -323,78 +297,29 @@ def two_models() -> None:
     for optimizer in (x, y):
         optimizer.step()
         optimizer.zero_grad()
-    accelerator.load_state(str(OUT / "two"))
+    accelerator.load_state("two")
     after = [(dict(m.state_dict()), o.state_dict()) for m, o in pair]
     for now, then in zip(after, before):
         assert rank_0_distance(now[0], then[0]) == 0.0
         assert RANK or optimizer_distance(now[1], then[1]) == 0.0
 
 
-def adapters() -> None:
-    """Two adapters on one base model: only they are saved, and both come back."""
-    from peft import LoraConfig, get_peft_model
-
-    fresh()
-    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
-    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    model: Any = get_peft_model(gpt2(), config)
-    model.add_adapter("other", config)
-    for name, param in model.named_parameters():
-        param.requires_grad_("lora_" in name)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_" in name:
-                param.normal_()
-    params = [p for p in model.parameters() if p.requires_grad]
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(params, lr=1e-2))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    accelerator.save_state(str(OUT / "adapters"))
-    batch = {k: v[None] for k, v in Tokens()[RANK].items()}
-    accelerator.backward(model(**batch).loss)
-    optimizer.step()
-    accelerator.load_state(str(OUT / "adapters"))
-    assert rank_0_distance(dict(model.state_dict()), before) == 0.0
-    files = files_under(OUT / "adapters")
-    assert {"adapter_model.safetensors", "other/adapter_model.safetensors"} <= set(files)
-    assert "model.safetensors" not in files
+WORK: dict[str, Callable[[], None]] = {
+    # two micro-steps, clipping, two groups, a schedule, evaluation before and after
+    **{f"stage {stage}": partial(equals_data_parallel, stage, 1e-6, 5e-6, 1e-7, accumulation=2) for stage in range(4)},
+    **{f"unclipped {stage}": partial(equals_data_parallel, stage, 0.0, 0.0, 0.0, clip=None) for stage in (1, 3)},
+    **{f"bf16 {stage}": partial(equals_data_parallel, stage, 1e-4, 1e-4, precision="bf16") for stage in (0, 2, 3)},
+    "any order": prepare_in_any_order,
+    "clip": clip_choices,
+    "sync": sync_triggers,
+    "no_sync of the model": no_sync_of_the_model,
+    **{f"uneven {stage}": partial(uneven_inputs, stage) for stage in (0, 1, 3)},
+    **{f"overflow {stage}": partial(overflow, stage) for stage in (1, 3)},
+    "two models": two_models,
+}
 
 
-def main() -> None:
-    watch()
-    for stage in range(4):  # two micro-steps, clipping, two groups, a schedule, evaluation before and after
-        check(f"stage {stage}", partial(equals_data_parallel, stage, 1e-6, 5e-6, 1e-7, accumulation=2))
-    for stage in (1, 3):  # bit equal
-        check(f"unclipped {stage}", partial(equals_data_parallel, stage, 0.0, 0.0, 0.0, clip=None))
-    for stage in (0, 2, 3):
-        check(f"bf16 {stage}", partial(equals_data_parallel, stage, 1e-4, 1e-4, precision="bf16"))
-    check("any order", prepare_in_any_order)
-    for stage in (0, 1, 3):
-        check(f"state {stage}", partial(state_round_trip, stage))
-    check("state for one rank", state_for_one_rank)
-    check("ddp state", ddp_state_into_zero)
-    check("save_model", save_model_files)
-    for stage, tier in ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu"), (3, "disk")):
-        check(f"save_model {stage} {tier}", partial(save_model_loads, stage, tier))
-    for stage in (0, 3):
-        check(f"save_model adapters {stage}", partial(save_model_adapters, stage))
-    for stage in (0, 3):
-        for born in (False, True):
-            check(f"export {stage} {born}", partial(export_without_optimizer, stage, born))
-    check("save fails", save_fails_on_every_rank)
-    check("clip", clip_choices)
-    check("sync", sync_triggers)
-    check("no_sync of the model", no_sync_of_the_model)
-    for stage in (0, 1, 3):
-        check(f"uneven {stage}", partial(uneven_inputs, stage))
-    for stage in (1, 3):
-        check(f"overflow {stage}", partial(overflow, stage))
-    check("subclass", own_subclass)
-    check("two models", two_models)
-    check("adapters", adapters)
-
-
-if __name__ == "__main__":
-    main()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", WORK)
+def test_on_two_ranks(on_two: Callable[..., Any], name: str) -> None:
+    on_two(WORK[name])

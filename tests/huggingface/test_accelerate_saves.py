@@ -1,15 +1,23 @@
-"""What accelerate saves and loads: states, models, adapters, exports."""
+"""What accelerate saves and loads on two ranks: states, models, adapters, exports."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
-from accelerate_runs import rank_0_distance, start, train, weights
-from harness import (
-    OUT,
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+import hf_zero as zero
+from tests.huggingface.accelerate_runs import rank_0_distance, start, train, weights
+from tests.kit.jobs.harness import (
     RANK,
     Tokens,
     barrier,
@@ -21,17 +29,12 @@ from harness import (
     optimizer_distance,
     raised,
 )
-from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import BertForSequenceClassification, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
-
-import hf_zero as zero
 
 
 def state_round_trip(stage: int) -> None:
     whole = start(stage, accumulation=2)
     train(whole, steps=4)
-    folder = OUT / f"state{stage}"
+    folder = Path(f"state{stage}")
     whole.accelerator.save_state(str(folder))
     second = train(whole, steps=4, skip=4)
     end = weights(whole), whole.optimizer.state_dict()
@@ -56,21 +59,30 @@ def state_round_trip(stage: int) -> None:
     ]
 
 
-def state_for_one_rank() -> None:
-    """A folder that one rank will load, and what it should find there."""
+def state_for_one_rank() -> Any:
+    """What a folder holds that one rank will load."""
     run = start(3)
     train(run, steps=3)
-    run.accelerator.save_state(str(OUT / "for_one_rank"))
+    run.accelerator.save_state("for_one_rank")
     state, optimizer = weights(run), run.optimizer.state_dict()
-    if RANK == 0:
-        torch.save({"weights": dict(state), "optimizer": optimizer}, OUT / "for_one_rank.pt")
+    return Path("for_one_rank").resolve(), {name: value.clone() for name, value in state.items()}, optimizer
+
+
+@pytest.mark.gloo
+def test_load_state_on_one_rank(on_two: Callable[..., Any]) -> None:
+    """Written by two ranks at stage 3, read by this process alone at stage 2."""
+    folder, state, optimizer = on_two(state_for_one_rank)
+    run = start(2, seed=5)
+    run.accelerator.load_state(str(folder))
+    assert distance(dict(run.model.state_dict()), state) == 0.0
+    assert optimizer_distance(run.optimizer.state_dict(), optimizer) == 0.0
 
 
 def ddp_state_into_zero() -> None:
     """A `save_state` folder of plain data parallel goes on at stage 2, and ends where data parallel ends."""
     plain = start(None)
     train(plain, steps=4)
-    folder = OUT / "state_ddp"
+    folder = Path("state_ddp")
     plain.accelerator.save_state(str(folder))
     barrier()
     train(plain, steps=4, skip=4)
@@ -89,30 +101,30 @@ def save_model_files() -> None:
     run.model.generation_config.max_length = 17
     train(run, steps=2)
     accelerator = run.accelerator
-    accelerator.save_model(run.model, str(OUT / "one_file"))
-    accelerator.save_model(run.model, str(OUT / "many_files"), max_shard_size="20KB")
-    accelerator.save_model(run.model, str(OUT / "pickled"), safe_serialization=False)
-    run.model.save_pretrained(str(OUT / "pretrained"), is_main_process=accelerator.is_main_process)
+    accelerator.save_model(run.model, "one_file")
+    accelerator.save_model(run.model, "many_files", max_shard_size="20KB")
+    accelerator.save_model(run.model, "pickled", safe_serialization=False)
+    run.model.save_pretrained("pretrained", is_main_process=accelerator.is_main_process)
     state = weights(run)
     barrier()
-    assert files_under(OUT / "one_file") == [*DESCRIPTION, "model.safetensors", "zero_manifest.json"]
-    assert "model.safetensors.index.json" in files_under(OUT / "many_files")
-    assert files_under(OUT / "pickled") == [*DESCRIPTION, "pytorch_model.bin", "zero_manifest.json"]
+    assert files_under(Path("one_file")) == [*DESCRIPTION, "model.safetensors", "zero_manifest.json"]
+    assert "model.safetensors.index.json" in files_under(Path("many_files"))
+    assert files_under(Path("pickled")) == [*DESCRIPTION, "pytorch_model.bin", "zero_manifest.json"]
     if RANK == 0:
         twin = gpt2()
         twin.load_state_dict(dict(state))
         fresh()
-        Accelerator(cpu=True).save_model(twin, str(OUT / "stock"), max_shard_size="20KB")
-        for path in (OUT / "stock").glob("*.safetensors"):
-            assert path.read_bytes() == (OUT / "many_files" / path.name).read_bytes(), path.name
+        Accelerator(cpu=True).save_model(twin, "stock", max_shard_size="20KB")
+        for path in (Path("stock")).glob("*.safetensors"):
+            assert path.read_bytes() == (Path("many_files") / path.name).read_bytes(), path.name
         for name in ("one_file", "many_files"):
             loaded: dict[str, Tensor] = {}
-            for path in sorted((OUT / name).glob("*.safetensors")):
+            for path in sorted((Path(name)).glob("*.safetensors")):
                 loaded |= load_file(path)
             assert distance(loaded, {key: state[key] for key in loaded}) == 0.0
             assert set(state) - set(loaded) == {"lm_head.weight"}, "tied: written once"
         for name in ("pretrained", "one_file", "many_files", "pickled"):
-            reloaded, told = GPT2LMHeadModel.from_pretrained(OUT / name, output_loading_info=True)
+            reloaded, told = GPT2LMHeadModel.from_pretrained(Path(name), output_loading_info=True)
             assert distance(dict(reloaded.state_dict()), dict(state)) == 0.0, name
             assert not any(told.values()), (name, told)
             assert reloaded.lm_head.weight is reloaded.transformer.wte.weight, "tied"
@@ -132,13 +144,11 @@ def save_model_loads(stage: int, offload: str) -> None:
     """A folder of `save_model` is one of `from_pretrained` where the model has a config, whatever it is; trained, or only
     evaluated; under bfloat16, in the type that the weights have."""
     fresh()
-    plugin = zero.ZeroPlugin(
-        stage=stage, offload_params=offload, offload_dir=str(OUT / "tier") if offload == "disk" else None
-    )
+    plugin = zero.ZeroPlugin(stage=stage, offload_params=offload, offload_dir="tier" if offload == "disk" else None)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=plugin)
     for number, (cls, build) in enumerate({BertForSequenceClassification: bert, MixtralForCausalLM: moe}.items()):
         for trained in (True, False):
-            folder = OUT / f"loads{stage}{offload}" / f"{number}{trained}"
+            folder = Path(f"loads{stage}{offload}") / f"{number}{trained}"
             model: Any = build()
             if trained:
                 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -157,37 +167,51 @@ def save_model_loads(stage: int, offload: str) -> None:
                 assert (folder / "model.safetensors.index.json").is_file()
             barrier()
     line, optimizer = accelerator.prepare(line := nn.Linear(3, 3), torch.optim.SGD(line.parameters(), lr=0.1))
-    accelerator.save_model(line, str(OUT / f"line{stage}{offload}"))
+    accelerator.save_model(line, f"line{stage}{offload}")
     barrier()
-    assert files_under(OUT / f"line{stage}{offload}") == ["model.safetensors", "zero_manifest.json"]
+    assert files_under(Path(f"line{stage}{offload}")) == ["model.safetensors", "zero_manifest.json"]
 
 
-def save_model_adapters(stage: int) -> None:
-    """Of a PEFT model: its adapters, which `PeftModel.from_pretrained` reads."""
+def adapters(stage: int) -> None:
+    """Two adapters on one base model: only they are saved, both come back, and PEFT reads them."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     fresh()
     accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage))
-    model: Any = get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    torch.manual_seed(1)
+    model: Any = get_peft_model(gpt2(), config)
+    model.add_adapter("other", config)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name)
     params = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(params, lr=1e-2))
-    for _ in range(2):  # B begins at 0
+
+    def step() -> dict[str, Tensor]:
         accelerator.backward(model(**{k: v[None] for k, v in Tokens()[RANK].items()}).loss)
         optimizer.step()
         optimizer.zero_grad()
-    accelerator.save_model(model, str(OUT / f"lora{stage}"))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    barrier()
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files_under(OUT / f"lora{stage}"))
-    assert "model.safetensors" not in files_under(OUT / f"lora{stage}")
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    before, folder = step(), Path(f"adapters{stage}")
+    accelerator.save_model(model, str(folder / "model"))
+    accelerator.save_state(str(folder / "state"))
+    step()
+    accelerator.load_state(str(folder / "state"))
+    assert rank_0_distance(dict(model.state_dict()), before) == 0.0
+    names = {"adapter_config.json", "adapter_model.safetensors", "other/adapter_model.safetensors"}
+    for kind in ("model", "state"):
+        assert names <= set(files_under(folder / kind))
+        assert "model.safetensors" not in files_under(folder / kind)
     if RANK == 0:
-        again = PeftModel.from_pretrained(gpt2(), OUT / f"lora{stage}")
-        assert distance(dict(again.state_dict()), state) == 0.0
+        again = PeftModel.from_pretrained(gpt2(), folder / "model")
+        again.load_adapter(folder / "model" / "other", "other")
+        assert distance(dict(again.state_dict()), before) == 0.0
 
 
 def export_without_optimizer(stage: int, born: bool) -> None:
     """A model that is never trained here: created under `zero.Init` or sharded, saved, exported, loaded by transformers."""
-    place = OUT / f"export{stage}{born}"
+    place = Path(f"export{stage}{born}")
     torch.manual_seed(4)
     with zero.Init() if born else contextlib.nullcontext():
         model: Any = GPT2LMHeadModel(gpt2().config) if born else gpt2(4)
@@ -213,8 +237,30 @@ def export_without_optimizer(stage: int, born: bool) -> None:
 
 def save_fails_on_every_rank() -> None:
     run = start(3)
-    (OUT / "a_file").write_text("not a folder")
+    Path("a_file").write_text("not a folder")
     barrier()
-    message = raised(lambda: run.accelerator.save_model(run.model, str(OUT / "a_file" / "model")))
+    message = raised(lambda: run.accelerator.save_model(run.model, "a_file/model"))
     assert message.startswith("CheckpointError: "), message
     assert "a_file" in message, message
+
+
+TIERS = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu"), (3, "disk"))
+WORK: dict[str, Callable[[], None]] = {
+    **{f"state {stage}": partial(state_round_trip, stage) for stage in (0, 1, 3)},
+    "ddp state": ddp_state_into_zero,
+    "save_model": save_model_files,
+    **{f"save_model {stage} {tier}": partial(save_model_loads, stage, tier) for stage, tier in TIERS},
+    **{f"adapters {stage}": partial(adapters, stage) for stage in (0, 3)},
+    **{
+        f"export {stage} {born}": partial(export_without_optimizer, stage, born)
+        for stage in (0, 3)
+        for born in (False, True)
+    },
+    "save fails": save_fails_on_every_rank,
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", WORK)
+def test_on_two_ranks(on_two: Callable[..., Any], name: str) -> None:
+    on_two(WORK[name])

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from harness import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hf_zero as zero
+from tests.kit.jobs.harness import (
     RANK,
     Tokens,
     distance,
@@ -17,10 +21,6 @@ from harness import (
     gpt2,
     optimizer_distance,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
-import hf_zero as zero
 
 
 @dataclass

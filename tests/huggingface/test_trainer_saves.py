@@ -1,4 +1,4 @@
-"""What the stock Trainer saves and loads: rotation, damage, crashes, saves behind training, files of others."""
+"""What the stock Trainer saves and loads on two ranks: rotation, damage, crashes, saves behind training."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ import resource
 import shutil
 import signal
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from harness import (
-    OUT,
+from transformers import (
+    Trainer,
+    TrainerCallback,
+)
+
+import hf_zero as zero
+from tests.huggingface.trainer_runs import (
+    FOLDER,
+    assert_error,
+    curve,
+    folders_in,
+    saved,
+    trainer,
+    whole_run,
+)
+from tests.kit.jobs.harness import (
     RANK,
     barrier,
     distance,
@@ -21,25 +38,12 @@ from harness import (
     gpt2,
     raised,
 )
-from trainer_runs import (
-    FOLDER,
-    assert_error,
-    curve,
-    folders_in,
-    saved,
-    trainer,
-)
-from transformers import (
-    Trainer,
-    TrainerCallback,
-)
-
-import hf_zero as zero
+from tests.kit.pool import RankPool
 
 
 def rotation() -> None:
     """`save_total_limit`: the best and the last stay, what is not complete goes first."""
-    folder = OUT / "rotation"
+    folder = Path("rotation")
     if RANK == 0:
         (folder / "checkpoint-99").mkdir(parents=True)
         (folder / "checkpoint-99" / "config.json").write_text("{}")
@@ -52,6 +56,12 @@ def rotation() -> None:
     assert len(names) == 2
     assert {"checkpoint-8", Path(run.state.best_model_checkpoint or "").name} <= names
     assert not {"checkpoint-99", ".checkpoint-98.zero_saving"} & names
+
+
+def stage_3() -> str:
+    """Return the folder of a whole run."""
+    whole_run("stage3", 3)
+    return "stage3"
 
 
 class Broken(Trainer):
@@ -69,8 +79,8 @@ def crash(async_save: bool) -> None:
     run = trainer(name, 2, kind=Broken, async_save=async_save)
     assert_error(raised(run.train), "CheckpointError", "failed on rank 1: OSError: no space left")
     barrier()
-    assert zero.verify(OUT / name / "checkpoint-4").facts["world_size"] == 2
-    assert folders_in(OUT / name) == {"checkpoint-4"}
+    assert zero.verify(Path(name, "checkpoint-4")).facts["world_size"] == 2
+    assert folders_in(Path(name)) == {"checkpoint-4"}
 
 
 class SmallDisk(TrainerCallback):
@@ -91,15 +101,15 @@ def fails_behind() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     barrier()
     assert_error(said, "CheckpointError", "checkpoint-8", "File too large")
-    assert folders_in(OUT / "fails_behind") == {"checkpoint-4"}
+    assert folders_in(Path("fails_behind")) == {"checkpoint-4"}
 
 
-def damaged(source: str) -> None:
+def damaged() -> None:
     """A copy of a run whose newest checkpoint has one bit flipped: `resume_from_checkpoint=True` says so and goes on."""
-    name = "damaged"
+    name, source = "damaged", stage_3()
     if RANK == 0:
-        shutil.copytree(OUT / source, OUT / name)
-        victim = OUT / name / "checkpoint-8" / "optimizer" / "exp_avg.safetensors"
+        shutil.copytree(Path(source), Path(name))
+        victim = Path(name, "checkpoint-8", "optimizer", "exp_avg.safetensors")
         data = bytearray(victim.read_bytes())
         data[-5] ^= 4
         victim.write_bytes(data)
@@ -109,8 +119,8 @@ def damaged(source: str) -> None:
         warnings.simplefilter("always")
         run.train(resume_from_checkpoint=True)
     barrier()
-    zero.verify(OUT / name / "checkpoint-8")
-    assert distance(saved(OUT / name / "checkpoint-8"), saved(OUT / source / "checkpoint-8")) == 0.0
+    zero.verify(Path(name, "checkpoint-8"))
+    assert distance(saved(Path(name, "checkpoint-8")), saved(Path(source, "checkpoint-8"))) == 0.0
     warned = [str(item.message) for item in caught if "Passed over" in str(item.message)]
     assert len(warned) == (RANK == 0), "rank 0 speaks"
     for message in warned:
@@ -137,14 +147,14 @@ def damaged_best() -> None:
     run.train()
     barrier()
     assert Path(run.state.best_model_checkpoint).name == "checkpoint-4"
-    assert (OUT / "damaged_best" / "checkpoint-8").is_dir()
+    assert (Path("damaged_best", "checkpoint-8")).is_dir()
 
 
-def nothing_left(source: str) -> None:
+def nothing_left() -> None:
     """Every checkpoint is damaged: no fresh start behind the user's back."""
-    folder = OUT / "nothing_left"
+    folder, source = Path("nothing_left"), stage_3()
     if RANK == 0:
-        shutil.copytree(OUT / source, folder)
+        shutil.copytree(Path(source), folder)
         for path in folder.glob("checkpoint-*/zero_manifest.json"):
             path.unlink()
     barrier()
@@ -164,16 +174,16 @@ def behind() -> None:
         runs[name] = curve(run)
     differ = {"training_args.bin", "trainer_state.json", "zero_manifest.json"}  # paths, seconds, digests of these
     differ |= {"zero_steps.jsonl", "zero_steps.rank1.jsonl"}
-    names = [files_under(OUT / name) for name in ("waits", "behind")]
+    names = [files_under(Path(name)) for name in ("waits", "behind")]
     assert names[0]
     assert names[0] == names[1]
     for name in names[0]:
         if Path(name).name not in differ:
-            assert (OUT / "waits" / name).read_bytes() == (OUT / "behind" / name).read_bytes(), name
-    states = [json.loads((OUT / "behind" / n).read_text()) for n in names[1] if n.endswith("trainer_state.json")]
+            assert (Path("waits") / name).read_bytes() == (Path("behind") / name).read_bytes(), name
+    states = [json.loads((Path("behind") / n).read_text()) for n in names[1] if n.endswith("trainer_state.json")]
     assert len(states) == 3
     for state in states:
-        assert str(OUT / "behind" / "checkpoint-") in (state["best_model_checkpoint"] or ""), "of the finished one"
+        assert "behind/checkpoint-" in (state["best_model_checkpoint"] or ""), "of the finished one"
     assert runs["waits"] == runs["behind"]
 
 
@@ -182,7 +192,7 @@ def two_nodes() -> bool:
 
     Rank 1 has a disk of its own where rank 0 saves: a file system mounted over the folder, for this thread alone.
     """
-    folder = OUT / "node"
+    folder = Path("node")
     if RANK == 0:
         folder.mkdir()
     barrier()
@@ -217,35 +227,67 @@ def agreed(answer: bool) -> bool:
     return all(answers)
 
 
-def born(source: str) -> None:
+def born() -> None:
     """A model that never was whole on a rank: trained, saved, and resumed into another such model."""
+    source = stage_3()
+    whole_run("ddp", None)
     with zero.Init():
         model = gpt2()
     run = trainer("born", 3, model=model, load_best_model_at_end=True)
     run.train()
     barrier()
-    assert distance(saved(OUT / "born" / "checkpoint-8"), saved(OUT / source / "checkpoint-8")) == 0.0
+    assert distance(saved(Path("born", "checkpoint-8")), saved(Path(source, "checkpoint-8"))) == 0.0
     with zero.Init():
         model = gpt2(seed=99)
     again = trainer("born_again", 3, model=model)
-    again.train(resume_from_checkpoint=str(OUT / "born" / "checkpoint-4"))
-    assert distance(saved(OUT / "born_again" / "checkpoint-8"), saved(OUT / source / "checkpoint-8")) == 0.0
+    again.train(resume_from_checkpoint="born/checkpoint-4")
+    assert distance(saved(Path("born_again", "checkpoint-8")), saved(Path(source, "checkpoint-8"))) == 0.0
     with zero.Init():
         model = gpt2(seed=98)
     again = trainer("born_from_ddp", 3, model=model)
-    again.train(resume_from_checkpoint=str(OUT / "ddp" / "checkpoint-4"))
-    assert distance(saved(OUT / "born_from_ddp" / "checkpoint-8"), saved(OUT / "ddp" / "checkpoint-8")) < 1e-5
+    again.train(resume_from_checkpoint="ddp/checkpoint-4")
+    assert distance(saved(Path("born_from_ddp", "checkpoint-8")), saved(Path("ddp", "checkpoint-8"))) < 1e-5
 
 
 def plain_from_ours() -> None:
     """Plain data parallel is told that there is no state that it could read."""
-    message = raised(lambda: trainer("plain_resumes", None).train(str(OUT / "stage3" / "checkpoint-4")))
+    stage_3()
+    message = raised(lambda: trainer("plain_resumes", None).train("stage3/checkpoint-4"))
     assert "optimizer.pt" in message, message
 
 
 def save_only_model() -> None:
     trainer("only_model", 3, save_only_model=True).train()
     barrier()
-    files = files_under(OUT / "only_model" / "checkpoint-8")
+    files = files_under(Path("only_model", "checkpoint-8"))
     assert {"model.safetensors", "zero_manifest.json"} <= set(files)
     assert not [name for name in files if "optimizer" in name or "rng" in name]
+
+
+WORK: dict[str, Callable[[], None]] = {
+    "plain from ours": plain_from_ours,
+    "rotation": rotation,
+    "damaged best": damaged_best,
+    "born": born,
+    "damaged": damaged,
+    "nothing left": nothing_left,
+    **{f"crash {async_save}": partial(crash, async_save) for async_save in (False, True)},
+    "behind": behind,
+    "fails behind": fails_behind,
+    "save_only_model": save_only_model,
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", WORK)
+def test_on_two_ranks(on_two: Callable[..., Any], name: str) -> None:
+    on_two(WORK[name])
+
+
+@pytest.mark.gloo
+def test_two_nodes(two: RankPool, on_two: Callable[..., Any]) -> None:
+    try:
+        if not on_two(two_nodes):
+            pytest.skip("needs the right to mount a file system")
+    finally:
+        two.stop()  # rank 1 may be in a mount namespace of its own

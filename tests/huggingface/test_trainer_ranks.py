@@ -1,0 +1,272 @@
+"""The stock Trainer on two ranks: one argument more than plain data parallel."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import EvalPrediction
+
+import hf_zero as zero
+from tests.huggingface.trainer_runs import (
+    STEPS,
+    arguments,
+    assert_curve,
+    assert_error,
+    bf16,
+    curve,
+    equals_data_parallel,
+    folders_in,
+    one_argument,
+    resume,
+    resume_into_a_sharded_model,
+    saved,
+    trainer,
+    whole_run,
+)
+from tests.kit.jobs.harness import (
+    RANK,
+    Tokens,
+    barrier,
+    bert,
+    distance,
+    fresh,
+    gpt2,
+    raised,
+)
+from tests.kit.pool import RankPool
+
+
+def evaluates_a_checkpoint() -> None:
+    """Weights of a checkpoint without training: into a model that is sharded for it, and into one that was before."""
+    folder = "stage3/checkpoint-8"
+    expected = trainer("eval_8", None, model=gpt2().from_pretrained(folder)).evaluate()["eval_loss"]
+    run = trainer("eval_8", 3, seed=99)
+    run._load_from_checkpoint(folder)
+    assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def trains_twice() -> None:
+    out = {}
+    for name, stage in (("twice_ddp", None), ("twice", 3)):
+        run = trainer(name, stage, save_strategy="no")
+        run.train()
+        run.args.max_steps = STEPS
+        run.train()
+        out[name] = curve(run)
+    assert_curve(out["twice"], out["twice_ddp"])
+
+
+class Plain(nn.Module):
+    """Not a transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        out = {"logits": logits}
+        if labels is not None:
+            out["loss"] = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            out = {"loss": out["loss"], "logits": logits}
+        return out
+
+
+def plain_module() -> None:
+    """A model that transformers knows nothing about saves and resumes too."""
+    out: dict[str, Any] = {}
+    for name, stage in (("plain_ddp", None), ("plain", 3)):
+        run = trainer(name, stage, model=Plain())
+        run.train()
+        out[name] = curve(run)
+        barrier()
+    assert_curve(out["plain"], out["plain_ddp"])
+    assert distance(saved(Path("plain", "checkpoint-8")), saved(Path("plain_ddp", "checkpoint-8"))) < 1e-5
+    again = trainer("plain_again", 3, model=Plain())
+    again.train(resume_from_checkpoint="plain/checkpoint-4")
+    assert distance(saved(Path("plain_again", "checkpoint-8")), saved(Path("plain", "checkpoint-8"))) == 0.0
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def classification() -> None:
+    """BERT with a metric, the best checkpoint by it, and `ZeroTrainingArguments`."""
+    out: dict[str, Any] = {}
+    for name, stage in (("bert_ddp", None), ("bert", 3)):
+        fresh()
+        changes: dict[str, Any] = {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}
+        kind = TrainingArguments if stage is None else zero.ZeroTrainingArguments
+        if stage is not None:
+            changes["zero_stage"] = stage
+        run = Trainer(
+            model=bert(),
+            args=arguments(name, kind, **changes),
+            train_dataset=Tokens(classes=3),
+            eval_dataset=Tokens(rows=8, classes=3, seed=8),
+            compute_metrics=accuracy,
+        )
+        run.train()
+        found = run.predict(Tokens(rows=7, classes=3, seed=9))
+        run.save_model()
+        barrier()
+        out[name] = {
+            "curve": curve(run),
+            "accuracy": [entry["eval_accuracy"] for entry in run.state.log_history if "eval_accuracy" in entry],
+            "rows": len(found.predictions),
+            "best": Path(run.state.best_model_checkpoint or "").name,
+        }
+    mine, reference = out["bert"], out["bert_ddp"]
+    assert_curve(mine.pop("curve"), reference.pop("curve"))
+    assert mine == reference
+    assert distance(saved(Path("bert")), saved(Path("bert_ddp"))) < 1e-5
+
+
+def evaluates_only(stage: int) -> None:
+    """No training at all: the same loss, and the weights saved are those that came in."""
+    plain = trainer("eval_ddp", None).evaluate()["eval_loss"]
+    run = trainer(f"eval{stage}", stage)
+    loss = run.evaluate()["eval_loss"]
+    engine = zero.engine_of(run.model)
+    sent = {} if engine is None else {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}
+    run.save_model()
+    assert engine is None or sent == {kind: count["bytes"] for kind, count in engine.traffic.to_dict().items()}, (
+        "nothing is gathered to save"
+    )
+    assert (engine is not None) is (stage == 3), "sharding saves memory in evaluation only where parameters are sharded"
+    assert loss == pytest.approx(plain, rel=1e-6)
+    expected = {k: v for k, v in gpt2().state_dict().items() if k != "lm_head.weight"}
+    assert distance(saved(Path(f"eval{stage}")), expected) == 0.0
+
+
+def save_fails() -> None:
+    run = trainer("fails", 3, save_strategy="no", max_steps=1)
+    run.train()
+    Path("no_folder").write_text("not a folder")
+    barrier()
+    assert_error(raised(lambda: run.save_model("no_folder/model")), "CheckpointError", "no_folder")
+
+
+class Signal(TrainerCallback):
+    """SIGTERM to rank 1, between two micro-batches of step 3."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and RANK == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ends_by_a_signal(stage: int) -> None:
+    """`enable_jit_checkpoint=True`: one rank alone is told to end; both save the same step, and training goes on."""
+    before, folder, settings = signal.getsignal(signal.SIGTERM), Path(f"cut{stage}"), {"enable_jit_checkpoint": True}
+    whole = trainer(f"uncut{stage}", stage, save_strategy="no", **settings)
+    whole.train()
+    cut = trainer(folder.name, stage, save_steps=100, callbacks=[Signal()], **settings)
+    cut.train()
+    assert cut.state.global_step == 3, cut.state.global_step
+    assert signal.getsignal(signal.SIGTERM) is before
+    barrier()
+    assert folders_in(folder) == {"checkpoint-3"}
+    zero.verify(folder / "checkpoint-3")
+    again = trainer(folder.name, stage, save_strategy="no", **settings)
+    again.train(resume_from_checkpoint=True)
+    for run in (whole, again):
+        assert run.state.global_step == STEPS
+        run.save_model(f"{run.args.output_dir}/final")
+    assert distance(saved(Path(f"uncut{stage}", "final")), saved(folder / "final")) == 0.0
+
+
+WORK: dict[str, Callable[[], None]] = {
+    **{f"stage {stage}": partial(one_argument, stage) for stage in range(4)},
+    "resume 3": partial(resume, "resume3", 3, "stage3", 3, 0.0),
+    "resume 1 from 3": partial(resume, "resume13", 1, "stage3", 3, 1e-5),
+    "zero from ddp": partial(resume, "zero_from_ddp", 3, "ddp", None, 1e-5),
+    "trainer class": partial(equals_data_parallel, "subclass", 2, kind=zero.ZeroTrainer),
+    "resume into a sharded model": resume_into_a_sharded_model,
+    "evaluate a checkpoint": evaluates_a_checkpoint,
+    "bf16": bf16,
+    "twice": trains_twice,
+    "plain module": plain_module,
+    "classification": classification,
+    **{f"evaluate only {stage}": partial(evaluates_only, stage) for stage in (1, 3)},
+    "save fails": save_fails,
+    "adafactor": partial(equals_data_parallel, "adafactor", 3, "ddp_adafactor", 2e-4, optim="adafactor"),
+    **{f"signal {stage}": partial(ends_by_a_signal, stage) for stage in (2, 3)},
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", WORK)
+def test_on_two_ranks(on_two: Callable[..., Any], name: str) -> None:
+    on_two(WORK[name])
+
+
+class Start(TrainerCallback):
+    """What training starts from."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
+        self.optimizer = kwargs["optimizer"].state_dict()
+
+
+def stage_3() -> Path:
+    whole_run("stage3", 3)
+    return Path("stage3", "checkpoint-4").resolve()
+
+
+@pytest.mark.gloo
+def test_resume_on_one_rank(on_two: Callable[..., Any], tmp_path: Path) -> None:
+    """Written by two ranks; this process resumes alone, at another stage."""
+    folder, start = on_two(stage_3), Start()
+    run = trainer(
+        str(tmp_path), 1, seed=4, max_steps=6, per_device_train_batch_size=4, save_strategy="no", callbacks=[start]
+    )
+    run.train(resume_from_checkpoint=str(folder))
+    start.weights.pop("lm_head.weight")
+    assert distance(start.weights, load_file(folder / "model.safetensors")) == 0.0
+    names = [name for group in zero.engine_of(run.model).group_options() for name in group["params"]]
+    for state in ("exp_avg", "exp_avg_sq"):
+        mine = {names[number]: entries[state] for number, entries in start.optimizer["state"].items()}
+        assert distance(mine, load_file(folder / "optimizer" / f"{state}.safetensors")) == 0.0
+
+
+def shared_out(rank: int, world: int, folder: str, resumes: bool) -> dict[str, list[float]]:
+    """A run, or its second half: six rows in every step, however many ranks share them."""
+    changes: dict[str, Any] = {
+        "per_device_train_batch_size": 6 // world,
+        "gradient_accumulation_steps": 1,
+        "eval_strategy": "no",
+    }
+    if resumes:
+        changes["save_strategy"] = "no"
+    run = trainer(folder, 1 if resumes else 3, seed=99 if resumes else 0, rows=48, **changes)
+    run.train(resume_from_checkpoint=f"{folder}/checkpoint-4" if resumes else None)
+    log = [entry for entry in run.state.log_history if "loss" in entry and entry["step"] > 4]
+    return {name: [entry[name] for entry in log] for name in ("loss", "grad_norm")}
+
+
+@pytest.mark.gloo
+def test_resume_on_another_number_of_ranks(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Two ranks write, one or three go on with the same rows in a step: the losses of the uninterrupted run."""
+    whole, *_ = pools[2].run(shared_out, str(tmp_path), False)
+    assert len(whole["loss"]) == 4
+    for ranks in (1, 3):
+        for found in pools[ranks].run(shared_out, str(tmp_path), True):
+            assert found["loss"] == pytest.approx(whole["loss"], rel=2e-6)
+            assert found["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-5)
