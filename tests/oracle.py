@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_zero as zero
 from hf_zero import engine as core
 from tests.comparing import compare
+from tests.kit.deferred_wire import LATE, Watch
 from tests.kit.transports import ROADS
 from tests.models import ids, inputs, mlp, sgd
 from tests.settings import EVERYDAY, Setting, covering, is_sharded, product, rarest
@@ -190,6 +191,7 @@ class Run:
         self.kept: Any = None
         self._is_averaged = False
         self._saved: dict[str, Any] = {}
+        self._watches: list[Watch] = []
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -213,8 +215,15 @@ class Run:
             settings = zero.ZeroConfig(**{**self.setting.config(str(self.folder)), **config})
             precision = self.setting.precision if self.setting.precision != "fp32" else "no"
             shard = core.shard if self.setting.alone else zero.shard
-            roads = ROADS[self.setting.roads].given if self.setting.roads else {}
+            roads = {}
+            if self.setting.roads in LATE:
+                self._watches.append(watch := Watch(*LATE[self.setting.roads]))
+                roads = watch.given
+            elif self.setting.roads:
+                roads = ROADS[self.setting.roads].given
             engine = shard(model, optimizer, settings, mixed_precision=precision, **roads)
+            if self.setting.roads in LATE:
+                watch.watch(engine)
             self.trained.append(_Trained(model, model, optimizers, {}, engine))
             return model
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -415,6 +424,12 @@ class Run:
                     found[f"state {number} {at}"] = _flat_state(state)
             if self.is_plain:
                 found[f"before {number}"] = each.before
+        if self._watches:
+            for watch in self._watches:
+                watch.check()
+            self.close()
+            wrong = [line for watch in self._watches for line in watch.finish()]
+            assert not wrong, "\n".join(wrong)
         return found
 
     def close(self) -> None:

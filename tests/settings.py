@@ -47,7 +47,7 @@ class Setting:
         deferred: the model is built under `zero.Init`.
         debug: ranks compare what they must have alike.
         alone: the core shards the model, without observers (`hf_zero.engine.shard`): tests/engine/test_core_alone.py.
-        roads: what moves bytes, where it is not the usual: a name of tests/kit/transports.py.
+        roads: what moves bytes, where it is not the usual: a name of tests/kit/transports.py or deferred_wire.py.
     """
 
     ranks: int = 2

@@ -10,9 +10,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import hf_zero as zero
 from hf_zero.diagnostics.usage import at_rest
 from hf_zero.optimizers.kinds import Kind, kind_of
-from tests.kit.deferred_wire import Mode, Watch
 from tests.kit.transports import Tier
-from tests.models import Mixed, ids, token_loss
+from tests.models import Mixed
 from tests.optimizers import (
     Blockwise,
     Careful,
@@ -92,32 +91,6 @@ def test_what_is_element_wise():
             needs(lambda params: Keeps(params, held, in_group))  # noqa: B023
     assert not any(needs(lambda params: Keeps(params, held, True)) for held in (1, 0.5, None, torch.tensor(1)))  # noqa: B023
     assert needs(Projects, sharded=True), "each parameter has one owner there"
-
-
-def deferred(rank: int, world: int, mode: Mode, tier: str) -> None:
-    """Bytes that move at the first or the last moment that the wire's contract permits: what was sent had not changed."""
-    found = []
-    for watch in (Watch(mode, one_memory=tier == "none"), None):
-        torch.manual_seed(0)
-        model = Mixed()
-        optimizer = Lars(model.parameters())
-        config = zero.ZeroConfig(stage=3, offload_optimizer=tier)
-        engine = zero.shard(model, optimizer, config, **(watch.roads.given if watch else {}))
-        for step in range(3):
-            rows = ids(rank, step)
-            token_loss(model(rows), rows).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([zero.full_parameter(p) for p in model.parameters()])
-        assert watch is None or watch.finish() == []
-        engine.detach()
-    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("tier", ["none", "cpu", "disk"])
-@pytest.mark.parametrize("mode", list(Mode))
-def test_bytes_under_way(pools, mode, tier):
-    pools[3].run(deferred, mode, tier)
 
 
 # What it takes -----------------------------------------------------------------------------------------------------------

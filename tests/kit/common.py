@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,15 +101,6 @@ def autocast(dtype: str) -> Any:
     return torch.autocast("cpu", dtype=types[dtype]) if dtype in types else contextlib.nullcontext()
 
 
-@dataclass
-class Result:
-    losses: list[float]
-    norms: list[float]
-    params: dict[str, Tensor]
-    state: dict[int, dict[str, Any]]
-    scale: float
-
-
 def loss_of(model: Any, rank: int, step: int, micro: int = 0) -> Tensor:
     ids = batch(step, micro, rank)
     return model(input_ids=ids, labels=ids).loss
@@ -121,44 +111,6 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *s
         loss_of(model, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def train_engine(
-    rank: int,
-    world: int,
-    case: Case,
-    offload_dir: str | None = None,
-    roads: Roads | None = None,
-    made: Callable[[zero.Engine], object] = lambda engine: None,
-) -> tuple[Result, zero.Engine]:
-    """The plain loop a user of the engine writes."""
-    model = MODELS[case.model]()
-    if case.checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer = optimizer_for(model, case.groups)
-    engine = zero.shard(
-        model, optimizer, case.config(offload_dir), mixed_precision=case.dtype, **case.roads(roads).given
-    )
-    made(engine)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=case.dtype == "fp16")
-    losses, norms = [], []
-    for step in range(case.steps):
-        for micro in range(case.accumulation):
-            last = micro == case.accumulation - 1
-            with contextlib.nullcontext() if last else engine.no_sync():
-                ids = batch(step, micro, rank)
-                loss = model(input_ids=ids, labels=ids).loss / case.accumulation
-                scaler.scale(loss).backward()
-            losses.append(loss.item())
-        if case.clip is not None:
-            scaler.unscale_(optimizer)
-            norms.append(engine.clip_grad_norm_(case.clip).item())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    result = Result(losses, norms, weights, optimizer.state_dict()["state"], scaler.get_scale())
-    return result, engine
 
 
 def holders(folder: str | os.PathLike[str]) -> int:

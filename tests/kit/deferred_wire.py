@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from tests.kit.transports import DONE, CollectiveWire, Inflight, Link, Meter, Roads, SoloWire, open_wire
+from tests.kit.transports import DONE, SMALL, CollectiveWire, Inflight, Link, Meter, Roads, SoloWire, open_wire
 
 LOCAL = {"post", "posted", "side", "send_to_rank_0", "collect"}
 """What a wire offers that is no collective of its own group."""
@@ -36,6 +37,15 @@ LOCAL = {"post", "posted", "side", "send_to_rank_0", "collect"}
 class Mode(Enum):
     LAST = "last"
     FIRST = "first"
+
+
+LATE = {
+    "late": (Mode.LAST, False),
+    "early": (Mode.FIRST, False),
+    "late collectives": (Mode.LAST, True),
+    "early collectives": (Mode.FIRST, True),
+}
+"""By the name that a row of tests/settings.py has: when bytes move, and whether by collectives."""
 
 
 class Hazard(AssertionError):
@@ -169,6 +179,11 @@ class Watch:
             lambda device: DeferredWire(self.open_plain_wire(device), self),  # type: ignore[arg-type,return-value]
             lambda device, meter: DeferredLink(device, meter, self),
         )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Arguments of `zero.shard`, with blocks of which tiny models have several."""
+        return replace(self.roads, sizes=SMALL).given
 
     def open_plain_wire(self, device: torch.device) -> SoloWire:
         wire = open_wire(device)
