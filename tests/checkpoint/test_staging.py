@@ -1,14 +1,11 @@
-"""Put a folder in place: a new one by one rename; in an existing one, a save killed half-way is reported by `verify`."""
+"""Put a folder in place: other jobs, links, mounts, the order of calls. Calls that fail or never end: tests/faults."""
 
 from __future__ import annotations
 
-import errno
-import itertools
 import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ import pytest
 from hf_zero import CheckpointError, verify
 from hf_zero.checkpoint.folder import Staging
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
-from tests.kit.injection import Forked, calls, fail_at, kill_at
+from tests.kit.injection import Forked, calls, kill_at
 
 OLD = [
     "config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
@@ -94,61 +91,7 @@ def killed(k: int, function, *args) -> bool:
     return status != 0
 
 
-@pytest.fixture
-def fast():
-    """A folder in memory if there is one: a sweep makes thousands of fsyncs."""
-    place = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-    yield place
-    shutil.rmtree(place)
-
-
 STARTS = ["nothing", "empty", "files of others", "old", "old and files of others"]
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_killed_at_any_call(start, fast):
-    """Old, then (only in a folder with files) rejected, then new; the next save always succeeds and clears up."""
-    parent, k, seen = fast / "out", 0, []
-    before = "old" if start.startswith("old") else None
-    while True:
-        target, kept = prepare(parent, start)
-        done = not killed(k, save, target, NEW, "new")
-        seen.append(version_of(target, kept))
-        found = content(target) if target.exists() else {}
-        if "config.json" in found:  # or `from_pretrained` refuses the folder
-            version = found["config.json"].split()[0]
-            assert {name: found.get(name) for name in NAMES[version]} == {n: f"{version} {n}" for n in NAMES[version]}
-            assert "model.safetensors" not in found or version == "new"
-        save(target, NEW, "new")
-        assert version_of(target, kept) == "new"
-        assert left_overs(parent) == []
-        if done:
-            break
-        k += 1
-    assert set(seen) == {before, "new"} | ({"rejected"} if start not in ("nothing", "empty") else set())
-    assert seen == sorted(seen, key=[before, "rejected", "new"].index)
-
-
-@pytest.mark.parametrize("start", ["nothing", "old"])
-def test_a_failing_call_is_named_and_the_message_says_what_the_target_holds(start, fast):
-    for k in itertools.count():
-        target, kept = prepare(fast / "out", start)
-        said = None
-        with calls(fail_at(k, errno.EIO)) as log:
-            try:
-                save(target, NEW, "new")
-            except (CheckpointError, OSError) as error:
-                said = str(error)
-        found = version_of(target, kept)
-        if said is None:
-            assert found == "new"
-        else:
-            mixed = "holds files of the old and of the new save" in said
-            assert mixed == (found == "rejected"), (said, found)
-            assert found != "new" or start == "nothing" or "new files are complete" in said, said
-        if len(log) <= k:  # it made fewer calls
-            break
-    assert k > 20
 
 
 @pytest.mark.parametrize("start", ["nothing", "old"])

@@ -115,7 +115,7 @@ def check_after(job: Job, name: str, error: str | None, hit: str) -> None:
     job.everyone(None)
     if operation.makes is not None:
         assert job.version(job.target) in versions_after(operation, error), hit
-        if operation.start != "nothing":
+        if operation.start not in NEW:
             assert (job.target / "runs" / "notes.txt").read_text() == "mine", hit
         job.load(job.place / "new")
         job.save(job.target)
@@ -136,18 +136,21 @@ def versions_after(operation: Operation, error: str | None) -> set[str | None]:
     if error is None:
         return {operation.makes}
     if error == KILLED:
-        return {before, operation.makes, *(() if operation.start == "nothing" else ("rejected",))}
+        return {before, operation.makes, *(() if operation.start in NEW else ("rejected",))}
     if "files of the old and of the new save" in error:
         return {None, "rejected"}
     if "new files are complete" in error:
         return {operation.makes}
-    return {before, *((operation.makes,) if operation.start == "nothing" else ())}
+    return {before, *((operation.makes,) if operation.start in NEW else ())}
 
 
 KILLED = "killed"
+NEW = ("nothing", "empty")
+"""What is at the target before a save that appears by one rename."""
+BESIDE = ("save in an empty folder", "save beside")
 LIKE_OTHERS = {
-    0: ("save", "save beside", "save behind", "save apart", "verify", "export", "step", "step, stage 1"),
-    1: ("save", "save beside"),
+    0: ("save", *BESIDE, "save behind", "save apart", "verify", "export", "step", "step, stage 1"),
+    1: ("save", *BESIDE),
 }
 """By rank: it meets the same calls as in another operation."""
 
@@ -194,7 +197,7 @@ def killed_alone(rank: int, world: int, place: Path, name: str, tier: str, strid
         raise AssertionError("it never ended")
     assert len(seen) > 8
     assert set(seen) - {"rejected"} == ({before, "new"} if operation.makes else {"new"})
-    assert "rejected" not in seen or operation.start != "nothing", "a new folder appears by one rename"
+    assert "rejected" not in seen or operation.start not in NEW, "a new folder appears by one rename"
     assert seen == sorted(seen, key=order.index), "the old checkpoint, files of both, the new one"
 
 
@@ -203,6 +206,7 @@ def killed_alone(rank: int, world: int, place: Path, name: str, tier: str, strid
     [
         pytest.param("save over", "none", 1, marks=pytest.mark.wide),
         ("save", "none", 2),
+        pytest.param("save in an empty folder", "none", 2, marks=pytest.mark.wide),
         pytest.param("save beside", "none", 2, marks=pytest.mark.wide),
         pytest.param("save behind", "disk", 3, marks=pytest.mark.wide),
         ("export", "none", 3),
