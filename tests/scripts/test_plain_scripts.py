@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -18,19 +20,19 @@ import train_mlp
 from common import images
 
 import hf_zero as zero
-from tests.kit.launch import Results, launch
+from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("plain")
+TRAIN = ["--max-steps=5", "--max-train-samples=100", "--batch-size=40"]  # the third batch of an epoch has 20 images
+COUNTS = (3, 0, 5)
+"""Images of each rank."""
+CLIP, EXPECTED, NOISE = 0.5, 7.0, 1.7
 
 
-@pytest.fixture(scope="module")
-def job(place: Path) -> Results:
-    return launch("plain_job", place, ranks=3)
+def trained(rank: int, world: int, folder: Path, *words: str) -> dict[str, float]:
+    return train_mlp.main([*TRAIN, f"--output-dir={folder}", *words])
 
 
 def losses(folder: Path) -> list[float]:
@@ -38,33 +40,85 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.wide
-def test_the_mlp_is_the_same_at_every_stage_and_on_any_number_of_ranks(job: Results, place: Path) -> None:
-    words = ["--max-steps=5", "--max-train-samples=100", "--batch-size=40", f"--output-dir={place / 'alone'}"]
-    alone = train_mlp.main([*words, "--zero-stage=0"])
-    expected = losses(place / "alone")
+def test_the_mlp_is_the_same_at_every_stage_and_on_any_number_of_ranks(
+    pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    (alone,) = pools[1].run(trained, tmp_path / "alone", "--zero-stage=0")
+    expected = losses(tmp_path / "alone")
     assert len(expected) == 5
     assert expected[-1] < expected[0]
     for stage in (0, 2, 3):
-        assert losses(place / f"stage {stage}") == pytest.approx(expected, rel=2e-5)
-        assert job(f"stage {stage}")["accuracy"] == pytest.approx(alone["accuracy"], abs=0.005)
-    job("resumed")
-    assert losses(place / "resumed") == pytest.approx(expected, rel=2e-5)
+        found, *_ = pools[3].run(trained, tmp_path / str(stage), f"--zero-stage={stage}")
+        assert losses(tmp_path / str(stage)) == pytest.approx(expected, rel=2e-5)
+        assert found["accuracy"] == pytest.approx(alone["accuracy"], abs=0.005)
+    pools[3].run(trained, tmp_path / "resumed", "--zero-stage=3", "--max-steps=3")
+    pools[3].run(trained, tmp_path / "resumed", "--zero-stage=1", "--resume")
+    assert losses(tmp_path / "resumed") == pytest.approx(expected, rel=2e-5)
+
+
+def private_gradients(rank: int, world: int, stage: int, counts: tuple[int, ...], **settings: Any) -> list[Tensor]:
+    """Of one private backward; images come from one list, in the order of the ranks."""
+    model = train_mlp.mlp([64, 64], 10)
+    engine = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.ZeroConfig(stage=stage))
+    first = sum(counts[:rank])
+    batch = train_mlp.rows_of(images.digits().train, range(first, first + counts[rank]), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1000 + rank)
+    given = {"max_grad_norm": CLIP, "noise_multiplier": 0.0, "expected": EXPECTED, "generator": generator}
+    norms = finetune_private.private_backward(engine, *batch, **{**given, **settings})
+    assert len(norms) == counts[rank]
+    found = [zero.full_gradient(param) for param in model.parameters()]
+    engine.detach()
+    return [gradient for gradient in found if gradient is not None]
+
+
+def expected_gradients(count: int) -> list[Tensor]:
+    """One process, one image at a time, clipped by torch's own function."""
+    model = train_mlp.mlp([64, 64], 10)
+    total = [torch.zeros_like(param) for param in model.parameters()]
+    for row in range(count):
+        pixels, classes = train_mlp.rows_of(images.digits().train, [row], torch.device("cpu"))
+        nn.functional.cross_entropy(model(pixels), classes).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for gradient, param in zip(total, model.parameters()):
+            gradient += param.grad
+            param.grad = None
+    return [gradient / EXPECTED for gradient in total]
+
+
+def clipped(rank: int, world: int, stage: int) -> None:
+    found = private_gradients(rank, world, stage, COUNTS)
+    for gradient, expected in zip(found, expected_gradients(sum(COUNTS)), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+    fewer = private_gradients(rank, world, stage, (3, 0, 4))
+    moved = torch.stack([(a - b).square().sum() for a, b in zip(found, fewer)]).sum().sqrt()
+    assert 0.5 < float(moved) * EXPECTED / CLIP < 1 + 1e-5, "how far one image moves the sum, in units of the bound"
+
+
+def noisy(rank: int, world: int, stage: int) -> None:
+    """No images: noise alone. Of all elements, then of each large parameter, in units of sigma * C."""
+    for each, expected in ((False, 1.0), (True, math.sqrt(3))):
+        found = private_gradients(rank, world, stage, (0,) * world, noise_multiplier=NOISE, each=each)
+        parts = [torch.cat([gradient.flatten() for gradient in found])]
+        parts += [gradient.flatten() for gradient in found if gradient.numel() > 4000]
+        for part in parts:
+            assert float(part.std()) * EXPECTED / (NOISE * CLIP) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_are_clipped_by_sample_before_they_are_reduced(job: Results, stage: int) -> None:
-    for rank in range(3):
-        assert job(f"gap {stage}", rank) < 1e-6
-        assert 0.5 < job(f"influence {stage}", rank) < 1 + 1e-5
+@pytest.mark.parametrize("what", [clipped, noisy])
+def test_gradients_are_clipped_by_sample_and_have_the_noise_that_is_claimed(
+    pools: dict[int, RankPool], what: Callable[..., None], stage: int
+) -> None:
+    pools[3].run(what, stage)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_noise_is_what_is_claimed(job: Results, stage: int) -> None:
-    for found in job(f"total {stage}"):
-        assert found == pytest.approx(1.0, rel=0.05)
-    for found in job(f"each {stage}"):
-        assert found == pytest.approx(math.sqrt(3), rel=0.05)
-    assert job("private")["epsilon"] == math.inf  # Python's JSON has it
+def private(rank: int, world: int, folder: Path) -> float:
+    words = ["--max-steps=3", "--batch-size=30", "--seed=1", f"--output-dir={folder}", "--zero-stage=3"]
+    return finetune_private.main([*words, "--noise-multiplier=0"])["epsilon"]
+
+
+def test_no_noise_is_no_privacy(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    assert pools[3].run(private, tmp_path) == [math.inf] * 3
 
 
 def test_models_that_break_the_bound_are_refused() -> None:
