@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hf_zero as zero
+from tests.models import gpt2
 from tests.oracle import Run, program
 
 WIDTH, VOCAB = 16, 11
@@ -43,6 +44,7 @@ class Base(nn.Module):
 
 
 LINEAR = {"target_modules": ["up", "down"]}
+MERGED = ("dora", "ia3", "lora", "rslora", "trainable_tokens")
 TUNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adalora": ("AdaLoraConfig", {**LINEAR, "total_step": 20, "init_r": 4, "target_r": 2}),
     "boft": ("BOFTConfig", {**LINEAR, "boft_block_size": 4}),
@@ -65,6 +67,7 @@ TUNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "miss": ("MissConfig", {**LINEAR, "r": 4}),
     "oft": ("OFTConfig", {**LINEAR, "oft_block_size": 4, "r": 0}),
     "randlora": ("RandLoraConfig", {**LINEAR, "r": 4}),
+    "rslora": ("LoraConfig", {**LINEAR, "r": 4, "use_rslora": True}),
     "road": ("RoadConfig", {**LINEAR, "group_size": 8}),
     "shira": ("ShiraConfig", {**LINEAR, "r": 4}),
     "trainable_tokens": ("TrainableTokensConfig", {"target_modules": ["embed"], "token_indices": [1, 4]}),
@@ -74,11 +77,11 @@ TUNERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def adapted(name: str) -> Any:
+def adapted(name: str, dtype: torch.dtype = torch.float32) -> Any:
     import peft
 
     kind, options = TUNERS[name]
-    base = Base()
+    base = Base().to(dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(base, getattr(peft, kind)(**options))
@@ -90,13 +93,13 @@ def adapted(name: str) -> Any:
     return model
 
 
-def _tuned(run: Run, name: str, everything: bool = False) -> None:
+def _tuned(run: Run, name: str, everything: bool = False, dtype: torch.dtype = torch.float32) -> None:
     """Trained, saved, trained on, loaded, and given back.
 
     Args:
         everything: the optimizer has the frozen parameters, too.
     """
-    model = run.build(lambda: adapted(name))
+    model = run.build(lambda: adapted(name, dtype))
     params = [param for param in model.parameters() if everything or param.requires_grad]
     bare, model = model, run.shard(model, torch.optim.AdamW(params, lr=1e-2, eps=1e-3))
     for step in range(6):
@@ -113,6 +116,24 @@ def _tuned(run: Run, name: str, everything: bool = False) -> None:
             run.refuses(zero.CheckpointError, "has no way to load it back", lambda: run.load(model))
         elif step == 4:
             run.load(model)
+    if name in MERGED and dtype is torch.float32:
+        bare.merge_adapter()
+        bare.unmerge_adapter()
+        rows = run.ids(9) % VOCAB
+        with torch.no_grad():
+            run.see(model(rows), "what an adapted model computes")
+            bare = bare.merge_and_unload()
+            run.see(bare(rows), "what a merged one does")
+        run.see(type(bare).__name__, "its class")
+        see_merged(run, bare)
+
+
+def see_merged(run: Run, model: nn.Module) -> None:
+    """Rank 0 has the values of a sharded model's state dict."""
+    state = model.state_dict()
+    if run.rank == 0:
+        for name, value in state.items():
+            run.see(value, f"merged {name}")
 
 
 FACTORS: dict[str, Any] = {"deferred": (False,), "precision": ("fp32",)}
@@ -135,6 +156,35 @@ def lora_of_attention_in_bf16(run: Run) -> None:
 @program(reference="average", only=FACTORS)
 def frozen_in_the_optimizer(run: Run) -> None:
     _tuned(run, "lora_of_attention_and_more", everything=True)
+
+
+def _prompted(run: Run, kind: str) -> None:
+    """Virtual tokens before those of a model of transformers, which makes keys and values of them in each block."""
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = run.build(lambda: peft.get_peft_model(gpt2(use_cache=True), config))
+    model = run.shard(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3))
+    run.loop(lambda step: model(input_ids=run.ids(step), labels=run.ids(step)).loss, 3)
+    run.save(model)
+    run.loop(lambda step: model(input_ids=run.ids(step), labels=run.ids(step)).loss, 1)
+    run.load(model)
+
+
+@program(reference="average", only=FACTORS)
+def prompt(run: Run) -> None:
+    _prompted(run, "PromptTuningConfig")
+
+
+@program(reference="average", only=FACTORS)
+def prefix(run: Run) -> None:
+    _prompted(run, "PrefixTuningConfig")
+
+
+@program(reference="average", only={"deferred": (False,)})
+def float32_adapters_on_a_bfloat16_base(run: Run) -> None:
+    """As PEFT makes them."""
+    _tuned(run, "rslora", dtype=torch.bfloat16)
 
 
 @program(reference="average", only={**FACTORS, "stage": (3,), "tier": ("none",)})
