@@ -98,7 +98,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path) -> None:
-    """docs/commands.md has this table. What was typed cannot be: 2. Looked, and something is wrong: 1."""
+    """docs/commands.md says so. What was typed cannot be: 2. Looked, and something is wrong: 1."""
     table = (tmp_path / "table.csv").write_text("a,b\n") and str(tmp_path / "table.csv")
     full = tmp_path / "full"
     full.mkdir()
