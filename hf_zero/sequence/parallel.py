@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -228,20 +228,19 @@ class SequenceParallel(Observer):
             for config in caching:
                 config.use_cache = True
         worst = torch.zeros(1, device=getattr(self._engine.wire, "device", None))
-        for name in ("logits", "last_hidden_state", "loss"):
-            wanted, found = (out.get(name) if isinstance(out, Mapping) else None for out in (whole, mine))
-            if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
-                continue
+        parts = _values(mine, "labels" in head)
+        for name, wanted in _values(whole, "labels" in head).items():
+            found = parts.get(name, worst)
             if name == "loss":  # the mean over the labels of all groups
                 labels = head["labels"][:, 1:] if self._shifts else head["labels"]
                 both = torch.stack([(labels >= 0).sum().to(wanted), wanted * (labels >= 0).sum()]).to(worst.device)
                 count, total = self._engine.wire.sum_scalar(both)
                 wanted = total / count
-            elif "attention_mask" in head and wanted.shape[1] == found.shape[1] * self.size:
-                real = head["attention_mask"].bool()[..., None]
-                wanted, found = wanted.where(real, 0), found.where(real.chunk(self.size, 1)[index], 0)
-            if name != "loss":
+            elif wanted.dim() > 1 and found.dim() > 1 and wanted.shape[1] == found.shape[1] * self.size:
                 wanted = wanted.chunk(self.size, 1)[index]
+                if "attention_mask" in head:
+                    is_real = head["attention_mask"].bool().chunk(self.size, 1)[index]
+                    wanted, found = wanted[is_real], found[is_real]
             fits = wanted.shape == found.shape
             scale = wanted.float().norm().clamp(min=1e-6)
             off = (wanted.float() - found.float()).norm() / scale if fits else torch.inf
@@ -273,7 +272,9 @@ class SequenceParallel(Observer):
         return self._weighed(output, part)
 
     def _weighed(self, output: Any, part: Part) -> Any:
-        """Replace the mean over this rank's tokens by the loss over all ranks."""
+        """Replace the mean over this rank's tokens by the loss over all ranks; leave out what belongs to whole samples."""
+        if self.size > 1 and isinstance(output, Mapping) and output.get("pooler_output") is not None:
+            cast(Any, output)["pooler_output"] = None
         loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
         if part.count is None or not isinstance(loss, Tensor) or loss.dim():
             return output
@@ -288,6 +289,16 @@ class SequenceParallel(Observer):
             return (loss, *output[1:])
         output["loss"] = loss
         return output
+
+
+def _values(output: Any, has_labels: bool) -> dict[str, Tensor]:
+    """Return the numbers that a model's forward returns, by name; but for `pooler_output`, which has no meaning for a part."""
+    if isinstance(output, tuple):
+        output = {"loss" if has_labels and not place else f"{place}": each for place, each in enumerate(output)}
+    if not isinstance(output, Mapping):
+        return {}
+    named = ((name, each) for name, each in output.items() if name != "pooler_output" and isinstance(each, Tensor))
+    return {name: each for name, each in named if each.is_floating_point()}
 
 
 def _window(batch: Mapping[str, Any], most: int) -> dict[str, Any] | None:

@@ -132,6 +132,12 @@ def classifier() -> nn.Module:
     return transformers.LlamaForSequenceClassification(config)
 
 
+def pretraining() -> nn.Module:
+    """Logits of tokens and of the whole sample, under names of its own."""
+    sizes = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48}
+    return transformers.BertForPreTraining(transformers.BertConfig(**sizes))
+
+
 def mamba() -> nn.Module:
     return transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL))
 
@@ -175,10 +181,17 @@ def refused(rank: int, world: int) -> dict[str, str]:
     assert torch.isfinite(model(**engine.local_sequence(batch(0))).loss)  # goes on after refusals
     engine.detach()
     first_parts_full = {**batch(0), "position_ids": torch.tensor([[*range(14), *range(8)]])}
+    model = pretraining().bert
+    engine = start(model, 2)
+    out = model(**engine.local_sequence({"input_ids": batch(0)["input_ids"]}))
+    assert out.last_hidden_state.shape[1] == 11
+    assert out.pooler_output is None  # the first token of a part is not that of the sample
+    engine.detach()
     for name, build, layer, rows in (
         ("tokens meet elsewhere", llama, Cumulative, batch(0)),
         ("packed rows that the model does not tell apart", gpt_oss, None, first_parts_full),
         ("code for whole sequences", llama, Shaped, batch(0)),
+        ("an output per sample", pretraining, None, {"input_ids": batch(0)["input_ids"]}),
     ):
         model = made(build)
         if layer is not None:
@@ -208,6 +221,7 @@ def test_refusals(two: RankPool) -> None:
         "attentions": "output_attentions",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
         "packed rows that the model does not tell apart": "Its tokens meet outside of attention",
+        "an output per sample": "Its tokens meet outside of attention",
         "code for whole sequences": "on a part of a sequence raises",
     }.items():
         assert text in first[name], name
