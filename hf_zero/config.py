@@ -397,8 +397,13 @@ class ZeroConfig:
         return STAGES[self.stage]
 
     def policy_for(self, world_size: int) -> StagePolicy:
-        """Return the policy on `world_size` ranks. One rank with offloaded parameters gathers and releases them as stage 3."""
-        return STAGES[3] if world_size == 1 and self.offload_params != "none" else self.policy
+        """Return the policy on `world_size` ranks.
+
+        Where each rank has all elements there is nothing to release, but offloaded parameters: these are released at any stage.
+        """
+        if self.shards(world_size) > 1:
+            return self.policy
+        return STAGES[3] if self.offload_params != "none" else STAGES[min(self.stage, 2)]
 
     @property
     def offloads(self) -> bool:

@@ -215,7 +215,7 @@ MUTANTS = (
     Mutant(
         "units are never released",
         "engine/unit.py",
-        "        if self.state is State.SHARDED or not self.context.frees or self.is_held:",
+        "        if self.state is State.SHARDED or not self.context.frees or self.is_pinned:",
         "        if self.state is not None:",
     ),
     Mutant(
@@ -263,8 +263,8 @@ MUTANTS = (
     Mutant(
         "a write in a forward is lost at stage 3",
         "compat/writes.py",
-        "    def unit_resharded(self, unit: Unit) -> None:\n        self._find(unit)",
-        "    def unit_resharded(self, unit: Unit) -> None:\n        self._see(unit)",
+        "    def unit_released(self, unit: Unit) -> None:\n        self._find(unit)",
+        "    def unit_released(self, unit: Unit) -> None:\n        self._see(unit)",
         program("writes"),
     ),
     Mutant(

@@ -42,6 +42,19 @@ def test_stage_table():
     ]
 
 
+@pytest.mark.parametrize(
+    ("world", "settings", "keeps"),
+    [
+        (2, {}, False),
+        (1, {}, True),
+        (1, {"offload_params": "cpu", "offload_optimizer": "cpu"}, False),
+        (2, {"replicas": 2}, True),
+    ],
+)
+def test_what_has_every_element_keeps_full_parameters(world, settings, keeps):
+    assert zero.ZeroConfig(stage=3, **settings).policy_for(world).keep_full is keeps
+
+
 def test_patterns_of_weights_in_full_precision():
     for given in ("*.gate.*, head.weight", ("*.gate.*", "head.weight"), ["*.gate.*", "head.weight"]):
         assert zero.ZeroConfig(full_precision=given).full_precision == ("*.gate.*", "head.weight")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.layout import Span
+from ..core.layout import SpanLayout
 from ..core.precision import dtype_of
 
 BLOCK_NUMEL = 256
@@ -136,7 +136,7 @@ def fits(codec: Codec | None, numel: int, dtype: torch.dtype) -> bool:
     return codec is not None and narrow and codec.nbytes(numel) < numel * dtype.itemsize
 
 
-def gather_codec(span: Span) -> Codec | None:
+def gather_codec(span: SpanLayout) -> Codec | None:
     """Return the format in which a span's slices are gathered; None: their own dtype."""
     codec = CODECS.get(span.spec.gathered_in)
     if span.shards == 1 or span.cuts or not fits(codec, span.slice_numel, dtype_of(span.spec.compute_dtype)):

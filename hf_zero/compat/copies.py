@@ -77,7 +77,7 @@ class Copies(Observer):
                     if params.keys().isdisjoint(span.params):
                         continue
                     # Inside zero.unsharded and GatheredParameters, user code copies what it sees.
-                    views = span.views if unit.is_held else _views(span, full_values(span))
+                    views = span.views if unit.is_pinned else _views(span, full_values(span))
                     for slot, param, view in zip(span.layout.slots, span.params, views):
                         if param in params:
                             found[param] = view.to(getattr(torch, slot.spec.dtype), copy=True)

@@ -25,7 +25,7 @@ class OtherDtype(Observer):
         self._engine = engine
         self._dtype: torch.dtype | None = None
 
-    def unit_unsharded(self, unit: Unit) -> None:
+    def unit_gathered(self, unit: Unit) -> None:
         if self._dtype is not None and not unit.is_apart:  # `GatheredParameters` shows exact values
             self._show(unit)
 

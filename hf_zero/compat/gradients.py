@@ -99,7 +99,7 @@ class Gradients(Observer):
             return True
         self.engine.complete_gradients("assigning a gradient")
         self._store(span, index, grad.detach())
-        bucket.present[index] = bucket.arrived[index] = True
+        bucket.present[index] = bucket.had_local[index] = True
         self._changed.setdefault(span, set()).discard(index)
         return True
 
@@ -108,7 +108,7 @@ class Gradients(Observer):
     def _has_grad(self, place: Place) -> bool:
         bucket = place.span.bucket
         # With step_in_backward gradients no longer exist; using them raises an error.
-        return (bucket.arrived if self.engine.config.step_in_backward else bucket.present)[place.index]
+        return (bucket.had_local if self.engine.config.step_in_backward else bucket.present)[place.index]
 
     def _retire(self, place: Place) -> None:
         grad = self._shown.pop(place, None)
@@ -120,7 +120,7 @@ class Gradients(Observer):
         set_raw_grad(span.params[index], None)
         if (held := bucket.held(index)) is not None:
             held.zero_()
-        bucket.arrived[index] = False
+        bucket.had_local[index] = False
         if not bucket.present[index]:
             return
         self._retire(place)

@@ -42,7 +42,7 @@ class GroupGradients(Observer):
             if optimizer is None or binding.optimizer is optimizer:
                 for group in binding.segments:
                     for segment in group:
-                        segment.report_grad(reports)
+                        segment.set_reports_access(reports)
                         if not segment.members:
                             segment.is_cleared = False
 
@@ -75,7 +75,7 @@ class GroupGradients(Observer):
             return raw
         for event in self.engine.events.before_gradients:
             event()
-        arrived = [segment.span.bucket.arrived[index] for index in segment.members]
+        arrived = [segment.span.bucket.had_local[index] for index in segment.members]
         # With step_in_backward gradients no longer exist; using them raises an error.
         is_gone = self.engine.config.step_in_backward and any(arrived)
         if not segment.has_grad and not is_gone and not self._stands_in(segment):
@@ -103,7 +103,7 @@ class GroupGradients(Observer):
             bucket.write(segment.here, grad.detach().reshape(-1))
             segment.is_cleared = False
             for index in segment.members:
-                bucket.present[index] = bucket.arrived[index] = True
+                bucket.present[index] = bucket.had_local[index] = True
         elif segment.has_grad or self._stands_in(segment):
             self._retire(segment)
             if segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros

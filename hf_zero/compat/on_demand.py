@@ -83,9 +83,9 @@ class OnDemand(Observer):
 
     def _watch(self, unit: Unit, views: Sequence[Tensor]) -> None:
         """User code got these views of a unit's memory; none: something that no weak reference follows."""
-        if unit.is_held or not views:
+        if unit.is_pinned or not views:
             self._untracked.add(unit)
-        if not unit.is_held:  # else ranks need not read alike, and cannot agree on what is left
+        if not unit.is_pinned:  # else ranks need not read alike, and cannot agree on what is left
             self._views.setdefault(unit, []).extend((_shown_by(view, unit), _weak(view)) for view in views)
 
     def data_assigned(self, param: nn.Parameter, values: Tensor) -> None:
@@ -101,13 +101,13 @@ class OnDemand(Observer):
         """Release units whose views are gone. The ranks agree on it: garbage is collected when it pleases them."""
         units = [unit for unit in self._views if unit not in used and unit not in self._untracked]
         if units:
-            for unit, is_held in zip(
+            for unit, is_pinned in zip(
                 units, self._wire.start_maximum([_any_alive(self._views[unit]) for unit in units])()
             ):
-                if not is_held:
+                if not is_pinned:
                     self._schedule.release(unit)
 
-    def unit_resharded(self, unit: Unit) -> None:
+    def unit_released(self, unit: Unit) -> None:
         views, is_untracked = self._views.pop(unit, None), unit in self._untracked
         if views is None and not is_untracked:
             return
@@ -142,8 +142,8 @@ class OnDemand(Observer):
             deadline = time.monotonic() + _COLLECTIVE_S
             while any(map(_any_alive, old.values())) and time.monotonic() < deadline:
                 time.sleep(0.001)
-        for name, is_held in zip(old, self._wire.start_maximum([_any_alive(views) for views in old.values()])()):
-            if is_held:
+        for name, is_pinned in zip(old, self._wire.start_maximum([_any_alive(views) for views in old.values()])()):
+            if is_pinned:
                 raise StateError(
                     f"a view of a parameter of unit {name!r} is still held that was taken between passes (p.data, p.detach(), "
                     "p[0]). It keeps the values that it has, and would not follow the parameter. Keep a clone() instead, or "

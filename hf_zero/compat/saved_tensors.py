@@ -82,7 +82,7 @@ class SavedTensors(Observer):
     def use_ended(self, unit: Unit, found: Sequence[Tensor]) -> None:
         self._pop()
 
-    def unit_resharded(self, unit: Unit) -> None:
+    def unit_released(self, unit: Unit) -> None:
         for span in unit.spans:
             if not span.is_freed_in_place:
                 continue

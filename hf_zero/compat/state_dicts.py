@@ -107,7 +107,7 @@ class StateDicts(Observer):
     def _is_shown(self, span: Span) -> bool:
         """Return whether full parameters have the masters' values in their own dtype. The same on every rank."""
         is_own = span.full.dtype == _own_dtype(span) and span.codec is None and not span.hidden
-        return is_own and not self._context.frees and not span.is_old and not span.unit.is_held
+        return is_own and not self._context.frees and not span.is_old and not span.unit.is_pinned
 
     # Loading ----------------------------------------------------------------------------------------------------------
 

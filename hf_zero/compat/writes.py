@@ -74,13 +74,13 @@ class Writes(Observer):
             for unit in self._units:
                 self._find(unit)
 
-    def unit_resharded(self, unit: Unit) -> None:
+    def unit_released(self, unit: Unit) -> None:
         self._find(unit)
         for span in unit.spans if self._marked or self._shown else ():
             self._marked.pop(span, None)
             self._shown.pop(span, None)
 
-    def unit_unsharded(self, unit: Unit) -> None:
+    def unit_gathered(self, unit: Unit) -> None:
         for span in unit.spans if self._shown else ():
             self._shown.pop(span, None)
         if self._marked:

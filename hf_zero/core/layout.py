@@ -144,7 +144,7 @@ class Extent(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SpanLayout:
     """One flat buffer: its slots, and its partition into slices.
 
     Attributes:
@@ -229,7 +229,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
     name: str
-    spans: tuple[Span, ...]
+    spans: tuple[SpanLayout, ...]
 
     @property
     def numel(self) -> int:
@@ -256,7 +256,7 @@ class Visit:
 
 
 @dataclass(slots=True)
-class Use:
+class UseTimes:
     """When a forward uses one unit. The clock counts where modules begin and end; 0: never.
 
     Attributes:
@@ -287,7 +287,7 @@ class Layout:
     visits: tuple[Visit, ...] = ()
 
     @property
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[SpanLayout]:
         for unit in self.units:
             yield from unit.spans
 
@@ -299,7 +299,7 @@ class Layout:
     def trainable_numel(self) -> int:
         return sum(span.used_numel for span in self.spans if span.trainable)
 
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[UseTimes]:
         """Return the use of each unit."""
         seen: list[tuple[Visit, int, int]] = []  # begin and end
 
@@ -313,7 +313,7 @@ class Layout:
         end = walk(self.visits, 1)
         trained = {at for at, unit in enumerate(self.units) if any(span.is_updated for span in unit.spans)}
         start = min((begin for visit, begin, _ in seen if visit.unit in trained), default=end)
-        out = [Use() for _ in self.units]
+        out = [UseTimes() for _ in self.units]
         for visit, begin, stop in seen:
             use = out[visit.unit]
             use.first = min(use.first or begin, begin)
@@ -338,7 +338,7 @@ class Layout:
         if not any(span.cuts for span in self.spans):
             return self
 
-        def own(span: Span) -> Span:
+        def own(span: SpanLayout) -> SpanLayout:
             low, high = span.bounds(rank)
             return (
                 replace(span, slice_numel=high - low, owned_slots=_owned(span, rank), share=1.0) if span.cuts else span
@@ -350,12 +350,12 @@ class Layout:
         """Return the layout of an average rank: each ragged slice has the part that the rank with most elements owns."""
         share = max(self.imbalance(), default=0.0) / self.shards
 
-        def even(span: Span) -> Span:
+        def even(span: SpanLayout) -> SpanLayout:
             return replace(span, slice_numel=ceil(span.numel * share), owned_slots=span.slots, share=share)
 
         return self._each(lambda span: even(span) if span.cuts else span) if share else self
 
-    def _each(self, of: Callable[[Span], Span]) -> Layout:
+    def _each(self, of: Callable[[SpanLayout], SpanLayout]) -> Layout:
         units = (replace(unit, spans=tuple(map(of, unit.spans))) for unit in self.units)
         return replace(self, units=tuple(units))
 
@@ -412,7 +412,7 @@ def _deal(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
     return owner_of
 
 
-def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[str, int]) -> Span:
+def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[str, int]) -> SpanLayout:
     is_whole = specs[0].step_cost > 0 and shards > 1
     specs = sorted(specs, key=lambda spec: (is_whole and owner_of[spec.name], spec.numel % ALIGN_NUMEL != 0))
     slots, offset = [], 0
@@ -425,16 +425,16 @@ def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[
         for rank in range(shards):  # the slice of a rank that owns nothing is empty
             cuts.append(stops.get(rank, cuts[-1]))
         largest = max(high - low for low, high in pairwise(cuts))
-        span = Span(index, tuple(slots), offset, largest, shards, tuple(cuts))
+        span = SpanLayout(index, tuple(slots), offset, largest, shards, tuple(cuts))
         rank = next(rank for rank in range(shards) if cuts[rank + 1] - cuts[rank] == largest)
         return replace(span, owned_slots=_owned(span, rank))
     # Rounded up twice: equal slices need no lengths in collectives. A slice may lie beyond the last parameter.
     per_shard = -(-offset // shards)
     slice_numel = -(-per_shard // ALIGN_NUMEL) * ALIGN_NUMEL
-    return Span(
+    return SpanLayout(
         index, tuple(slots), offset, slice_numel, shards, owned_slots=tuple(slots) if specs[0].step_cost > 0 else ()
     )
 
 
-def _owned(span: Span, rank: int) -> tuple[Slot, ...]:
+def _owned(span: SpanLayout, rank: int) -> tuple[Slot, ...]:
     return tuple(slot for slot in span.slots if span.owner(slot) == rank)

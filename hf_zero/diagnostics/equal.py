@@ -56,7 +56,7 @@ class SameValues(Observer):
                     key = f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)})"
                     self._in_pass["buffer", key] = _print(buffer)
 
-    def unit_unsharded(self, unit: Unit) -> None:
+    def unit_gathered(self, unit: Unit) -> None:
         self._look_at(unit, "gathered weight")
 
     def _after_unit(self, unit: Unit) -> None:
@@ -76,7 +76,7 @@ class SameValues(Observer):
         Raises:
             RankMismatchError: with the first difference, on every rank.
         """
-        self._engine.wait_for_steps()
+        self._engine.wait_for_host_steps()
         self._step = self._wire.watch.step
         found: dict[Named, Any] = {
             ("flag", f"requires_grad of {name}"): span.params[index].requires_grad
@@ -102,7 +102,7 @@ class SameValues(Observer):
             RankMismatchError: with the first difference, on every rank.
         """
         if self._is_due:
-            self._engine.wait_for_steps()
+            self._engine.wait_for_host_steps()
             self._after = self._weights("weight after the step")
             self._compare(self._after, {})
 

@@ -128,7 +128,7 @@ class Finite(Observer):
         Raises:
             NumericsError: one is not finite.
         """
-        self._engine.wait_for_steps()
+        self._engine.wait_for_host_steps()
         bad = next(_bad(((span, 0, span.master) for span in self._engine.trained), ""), None)
         self._refuse(bad, partial(_why_update, optimizer))
         self._clear()

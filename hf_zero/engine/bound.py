@@ -38,8 +38,8 @@ class Hold(Protocol):
         """Gather again: the masters were written. A collective."""
 
 
-class Bound:
-    """The optimizers of one engine.
+class BoundOptimizers:
+    """The optimizers of one engine, with their methods wrapped. `Binding` has the segments of one.
 
     Attributes:
         bindings: in the order in which they were bound. The list stays the same object.
@@ -89,7 +89,7 @@ class Bound:
             return
         self._context.refuse_unsharded("a change of optimizers or of their groups")
         self._engine.schedule.quiesce()
-        self._engine.wait_for_steps()
+        self._engine.wait_for_host_steps()
         self.bindings[:] = rebind(wanted, self._context, self.bindings)
         for binding in self.bindings:
             if binding.optimizer not in self._wrappers:
@@ -126,7 +126,7 @@ class Bound:
     # Methods ----------------------------------------------------------------------------------------------------------
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
-        self.get(optimizer).guard_state(self._engine.wait_for_steps)
+        self.get(optimizer).guard_state(self._engine.wait_for_host_steps)
         self._wrappers[optimizer] = StepWrapper(optimizer, self, self._held)
         methods: dict[str, Callable[..., Any]] = {
             "zero_grad": self._zero_grad,
@@ -176,14 +176,14 @@ class Bound:
         self._context.check()
         self._context.refuse_unsharded("optimizer.step()")
         self._context.wire.watch.phase = "optimizer.step()"
-        binding.guard_state(engine.wait_for_steps)
+        binding.guard_state(engine.wait_for_host_steps)
         self.follow_groups()
         engine.schedule.flush(at_step=True)
         for event in engine.events.before_step:
             event(optimizer)
         engine.schedule.quiesce()
         if engine.stepper is not None:
-            engine.stepper.settle()
+            engine.stepper.wait()
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hide offloaded segments: the last call before the optimizer's arithmetic."""
@@ -203,7 +203,7 @@ class Bound:
         engine, binding = self._engine, self.get(optimizer)
         if engine.stepper is not None:
             binding.show_segments()
-        binding.settle_memory()
+        binding.return_moved_tensors()
         if engine.stepper is not None:
             engine.stepper.begin(binding)
         engine.refresh(binding.spans)
@@ -232,7 +232,7 @@ class Bound:
     def _pause(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's arithmetic does not run: its groups hold everything, and show gradients."""
         binding = self.get(optimizer)
-        self._context.is_stepping = False
+        self._context.hides_host_gradients = False
         if self._engine.stepper is not None:
             binding.show_segments()
             for segment in (each for group in binding.segments for each in group):
@@ -246,7 +246,7 @@ class Bound:
         """Run a method that writes what the groups hold, maybe through `.data`."""
         self.get(optimizer, method.__name__)
         self._engine.schedule.quiesce()
-        self._engine.wait_for_steps()
+        self._engine.wait_for_host_steps()
         if self._engine.hold is not None:  # before: where full parameters are the masters' memory, both show the write
             self._engine.hold.refuse_writes()
         result = method(*args, **kwargs)
@@ -288,7 +288,7 @@ class Bound:
     def _refresh(self) -> None:
         hold = self._engine.hold
         for binding in self.bindings:
-            binding.settle_memory()
+            binding.return_moved_tensors()
         self._engine.refresh()
         self._read.clear()
         if hold is not None:

@@ -45,7 +45,7 @@ class Bucket:
         self._home: Values | None = None
         self._arrival: Arrival | None = None
         self.present: list[bool] = [False] * len(span.params)
-        self.arrived: list[bool] = [False] * len(span.params)
+        self.had_local: list[bool] = [False] * len(span.params)
         """Which parameters have had a gradient on this rank since `clear`."""
         self._held: Tensor | None = None
         self._storage = span.context.storage
@@ -75,7 +75,7 @@ class Bucket:
         """This rank's gradient of one parameter, not reduced yet; a copy."""
         slot, grad = self.span.layout.slots[index], raw_grad(self.span.params[index])
         parts = [] if grad is None else [_dense(grad)]
-        if self._held is not None and self.arrived[index]:
+        if self._held is not None and self.had_local[index]:
             parts.append(self._held[slot.offset : slot.stop].view(slot.spec.shape))
         if not parts:
             return None
@@ -83,7 +83,7 @@ class Bucket:
 
     def held(self, index: int) -> Tensor | None:
         """Return the memory in which `hold` keeps this rank's gradient of one parameter."""
-        if self._held is None or not self.arrived[index]:
+        if self._held is None or not self.had_local[index]:
             return None
         part, shape = self._parts[index]
         return self._held[part].view(shape)
@@ -96,9 +96,9 @@ class Bucket:
             grads = [None if grad is None else _dense(grad) for grad in grads]
             present = [grad for grad in grads if grad is not None]
         if len(present) == len(grads):
-            self.arrived = [True] * len(grads)
-        elif False in self.arrived:
-            self.arrived = [grad is not None or old for grad, old in zip(grads, self.arrived)]
+            self.had_local = [True] * len(grads)
+        elif False in self.had_local:
+            self.had_local = [grad is not None or old for grad, old in zip(grads, self.had_local)]
         buffer, self._held = self._held, None
         if self._held_bytes:
             self._count_held(0)
@@ -135,7 +135,7 @@ class Bucket:
         if is_ragged and self._held is None:
             grad = raw_grad(span.params[0])
             if grad is not None and grad.dtype == self.reduce_dtype and grad.is_contiguous() and not grad.is_sparse:
-                self.arrived = [True]
+                self.had_local = [True]
                 take_raw_grads(span.params)
                 if self._held_bytes:
                     self._count_held(0)
@@ -349,7 +349,7 @@ class Bucket:
                 self.grad[part.here].zero_()
             if set_to_none:
                 set_raw_grad(self.span.params[index], None)
-                self.present[index] = self.arrived[index] = False
+                self.present[index] = self.had_local[index] = False
             elif grad is not None:
                 grad.zero_()
         self._written()
@@ -360,7 +360,7 @@ class Bucket:
         self._held = None
         if self._held_bytes:
             self._count_held(0)
-        self.arrived = [False] * len(self.arrived)
+        self.had_local = [False] * len(self.had_local)
 
 
 def have_local(buckets: Sequence[Bucket]) -> bool:

@@ -40,7 +40,7 @@ class Context:
         kept: indices of units that stay gathered from a forward to its backward. The same on every rank.
         flags_mark: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
         failure: set while a step writes; stays set where one was left half done. See `check`.
-        is_stepping: an optimizer's own step runs. It must not see gradients of masters in host memory.
+        hides_host_gradients: an optimizer's own step runs. It must not see gradients of masters in host memory.
         away: states are in host memory for a while (`Away`).
         has_updated: with `step_in_backward`, units were updated since the last step.
         step_wait_s: how long training has waited for updates by the other thread.
@@ -63,7 +63,7 @@ class Context:
     kept: frozenset[int] = frozenset()
     flags_mark: int = 0
     failure: str | None = None
-    is_stepping: bool = False
+    hides_host_gradients: bool = False
     away: bool = False
     has_updated: bool = False
     step_wait_s: float = 0.0

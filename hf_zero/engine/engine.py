@@ -20,7 +20,7 @@ from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..errors import StateError, ZeroError
 from ..tiers.tier import Tier
-from .bound import Bound, Hold
+from .bound import BoundOptimizers, Hold
 from .build import give_back
 from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
@@ -70,7 +70,7 @@ class Engine:
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
         self.hold: Hold | None = None
         """Full parameters that stay gathered for a while, while they do."""
-        self._bound = Bound(self, bindings)
+        self._bound = BoundOptimizers(self, bindings)
         self._undo.append(self._bound.detach)
         for observer in context.events.observers:
             observer.attach(self)
@@ -206,7 +206,7 @@ class Engine:
         """
         self.schedule.forget_gradients()
         if not set_to_none:
-            self.wait_for_steps()
+            self.wait_for_host_steps()
         chosen = [each for each in self.bindings if optimizer is None or each.optimizer is optimizer]
         for binding in chosen if set_to_none else ():
             for group in binding.segments:
@@ -232,10 +232,10 @@ class Engine:
         if spans is None or self._bound.were_written(spans):
             self._bound.follow_writes()
 
-    def wait_for_steps(self) -> None:
+    def wait_for_host_steps(self) -> None:
         """Return when no other thread updates masters or reads gradients."""
         if self.stepper is not None:
-            self.stepper.settle()
+            self.stepper.wait()
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Engine:
         if self.context.away:
             self.context.check()
         self.schedule.flush()
-        self.wait_for_steps()
+        self.wait_for_host_steps()
         for event in self.events.before_gradients:
             event()
 
@@ -315,13 +315,13 @@ class Engine:
             event()
 
     def finish_step(self) -> None:
-        """Return when no thread updates masters behind `optimizer.step()`.
+        """Wait as `wait_for_host_steps`, then raise on every rank what any rank has noted.
 
         Raises:
             StateError: a step was left half done.
             TierError: a rank could not read or write.
         """
-        self.wait_for_steps()
+        self.wait_for_host_steps()
         self.context.raise_failures("an optimizer's step over offloaded state")
         self.context.check()
 
@@ -425,7 +425,7 @@ class Engine:
             self.context.check()
         self.schedule.quiesce()
         with suppress(ZeroError):  # a step that failed: everything is written again
-            self.wait_for_steps()
+            self.wait_for_host_steps()
         with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
             for event in self.events.before_save:
                 event()

@@ -29,7 +29,7 @@ from ..tiers.tier import Meter, Tier
 from .context import Context
 from .optimizer import Binding
 from .parameter import set_raw_grad
-from .ring import GRAD, MASTER, Piece, Ring, Slot, without_error
+from .ring import GRAD, MASTER, Piece, Ring, SlabMemory, without_error
 from .schedule import Schedule
 from .span import Span
 from .unit import Unit
@@ -77,7 +77,7 @@ class Stepper:
 
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return when no update runs."""
         if self._is_running:
             for unit in self._units:
@@ -86,12 +86,12 @@ class Stepper:
 
     def prepare(self, binding: Binding) -> None:
         """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
-        self.settle()
+        self.wait()
         self._context.raise_failures("an optimizer's step over offloaded state")
         self._broken = None
         if not self._updated:
             self._twin = self._new_twin(binding)
-        self._context.is_stepping = True
+        self._context.hides_host_gradients = True
         for group in binding.segments:
             for segment in group:
                 if segment.span.tier is not Tier.DEVICE:
@@ -100,7 +100,7 @@ class Stepper:
     def begin(self, binding: Binding) -> None:
         """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
         twin, self._twin = self._twin or self._new_twin(binding), None
-        self._context.is_stepping = self._context.has_updated = False
+        self._context.hides_host_gradients = self._context.has_updated = False
         updated, self._updated = self._updated, set()
         after = self._storage.link.mark()
         # All are announced before one begins: the disk reads ahead.
@@ -144,7 +144,7 @@ class Stepper:
 
     def _agree_on_present(self, unit: Unit) -> None:
         """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
-        mine = [float(flag) for span in unit.trained for flag in span.bucket.arrived]
+        mine = [float(flag) for span in unit.trained for flag in span.bucket.had_local]
         flags = torch.tensor(mine, dtype=torch.float32, device=self._context.device)
         agreed = iter(self._context.wire.max_scalar(flags).tolist())
         for span in unit.trained:
@@ -244,7 +244,7 @@ class Stepper:
                 grad.mul_(piece.factor)
             single = {name: value for name, value in piece.known.items() if name not in values}
 
-            def memory(name: str, dtype: torch.dtype, slot: Slot = slot, numel: int = numel) -> Tensor:
+            def memory(name: str, dtype: torch.dtype, slot: SlabMemory = slot, numel: int = numel) -> Tensor:
                 return slot.get(name, numel, dtype)
 
             entries = self._update(step, piece, slab.start, master, grad, {**single, **values}, memory)

@@ -27,7 +27,7 @@ class Observer:
     One unit:
         `use_begun(unit)`, `use_ended(unit, found)`: around the forward of a host, or one operation, after which parameters may
             be released. `found`: the tensors in its output.
-        `before_gather(unit)`, `unit_unsharded(unit)`, `unit_resharded(unit)`,
+        `before_gather(unit)`, `unit_gathered(unit)`, `unit_released(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
         `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
@@ -82,8 +82,8 @@ class Events:
     use_begun: list[Callable[..., None]]
     use_ended: list[Callable[..., None]]
     before_gather: list[Callable[..., None]]
-    unit_unsharded: list[Callable[..., None]]
-    unit_resharded: list[Callable[..., None]]
+    unit_gathered: list[Callable[..., None]]
+    unit_released: list[Callable[..., None]]
     before_reduce: list[Callable[..., None]]
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]

@@ -88,7 +88,7 @@ class Binding:
         groups = self.optimizer.param_groups
         return [list(map(id, group["params"])) for group in groups] == self._shown
 
-    def settle_memory(self) -> None:
+    def return_moved_tensors(self) -> None:
         """After a step: tensors that the optimizer has given other memory are views of the master again."""
         for group in self.segments:
             for segment in group:
@@ -133,7 +133,7 @@ class Binding:
         return parts
 
     def parts(self, segment: Segment, key: Callable[[int], object]) -> list[Segment]:
-        """As `divide`, without a change of `segments`."""
+        """Return the parts of a segment, with the optimizer's state of it. The caller puts them in its place in `segments`."""
         runs = runs_of(segment, key)
         if len(runs) < 2:
             return [segment]

@@ -82,7 +82,7 @@ class Presence:
         for unit in self._context.units:
             flags: list[bool] = []
             for span in unit.trained:
-                arrived = span.bucket.arrived
+                arrived = span.bucket.had_local
                 if False in arrived:
                     arrived = [old or raw_grad(param) is not None for old, param in zip(arrived, span.params)]
                 flags += arrived

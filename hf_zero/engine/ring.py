@@ -69,7 +69,7 @@ class Slab:
         return slice(self.start - self.piece.segment.start, self.stop - self.piece.segment.start)
 
 
-class Slot:
+class SlabMemory:
     """Host memory of one slab of the ring: one buffer for the master, the gradient and each state."""
 
     def __init__(self, link: Link, account: Callable[[int], None]) -> None:
@@ -133,14 +133,14 @@ class Ring:
     def __init__(self, storage: Storage, before_reuse: Callable[[], None]) -> None:
         self._storage, self._before_reuse = storage, before_reuse
         self._ahead: deque[Slab] = deque()
-        self._reading: deque[Slot] = deque()
-        self._writing: deque[Slot] = deque()
+        self._reading: deque[SlabMemory] = deque()
+        self._writing: deque[SlabMemory] = deque()
         self._free = self._new_slots()
 
-    def _new_slots(self) -> list[Slot]:
+    def _new_slots(self) -> list[SlabMemory]:
         host = self._storage.ledger.host
         return [
-            Slot(self._storage.link, lambda nbytes: host.add("staging", nbytes))
+            SlabMemory(self._storage.link, lambda nbytes: host.add("staging", nbytes))
             for _ in range(self._storage.sizes.slabs)
         ]
 
@@ -151,7 +151,7 @@ class Ring:
         """Any thread: the piece will be updated after those that were announced before."""
         self._ahead.extend(self.slabs_of(piece))
 
-    def next(self, slab: Slab) -> Slot:
+    def next(self, slab: Slab) -> SlabMemory:
         """The slab, read; the slabs after it are being read.
 
         Raises:
@@ -169,7 +169,7 @@ class Ring:
         slot.wait()
         return slot
 
-    def write(self, slot: Slot, targets: Sequence[tuple[OnDisk, Tensor]]) -> None:
+    def write(self, slot: SlabMemory, targets: Sequence[tuple[OnDisk, Tensor]]) -> None:
         """Start to write an updated slab. Of those before it none is being written any more."""
         slot.transfers = [target.begin_write(value) for target, value in targets]
         self._writing.append(slot)

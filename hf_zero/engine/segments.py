@@ -104,7 +104,7 @@ class Segment:
         tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
             master on disk it is NaN and never has a gradient: the optimizer's own step passes over it.
         is_cleared: user code set its gradient to None since the last backward.
-        was_moved: user code gave the tensor other memory (`tensor.data = values`) since `settle_memory`.
+        was_moved: user code gave the tensor other memory (`tensor.data = values`) since `return_moved_tensors`.
         trains: one of the parameters requires a gradient. The tensor's flag says so too, until user code sets it.
     """
 
@@ -158,7 +158,7 @@ class Segment:
     def shape(self) -> torch.Size:
         return torch.Size(self.span.layout.slots[self.members[0]].spec.shape if self.is_matrix else (self.numel,))
 
-    def report_grad(self, reports: bool) -> None:
+    def set_reports_access(self, reports: bool) -> None:
         """Let access to the tensor's `grad` and `data` be events, or not."""
         if reports:
             self.tensor._zero_segment = self  # type: ignore[attr-defined]
@@ -212,7 +212,9 @@ class Segment:
     def show_grad(self) -> None:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         span, context, shown = self.span, self.span.context, None
-        is_hidden = context.away or span.tier is Tier.DISK or (context.is_stepping and span.tier is not Tier.DEVICE)
+        is_hidden = (
+            context.away or span.tier is Tier.DISK or (context.hides_host_gradients and span.tier is not Tier.DEVICE)
+        )
         if self.has_grad and not is_hidden:
             grad: Any = span.bucket.grad
             shown, shape = grad[self.start : self.stop], self.tensor.shape
@@ -285,7 +287,7 @@ def split(
             raise StateError("a segment has a parameter of which this rank has no elements")
         stop = segment.stop if number == len(runs) - 1 else part.stop
         new = Segment(segment.span, start, stop, run)
-        new.report_grad(isinstance(segment.tensor, SegmentTensor))
+        new.set_reports_access(isinstance(segment.tensor, SegmentTensor))
         cut = slice(start - segment.start, stop - segment.start)
         out.append((new, {name: _part_of_state(value, segment, cut) for name, value in state.items()}))
         start = stop

@@ -13,7 +13,7 @@ from ..comm.codec import CODECS
 from ..comm.group_wire import open_wire
 from ..comm.hybrid import in_replicas
 from ..comm.wire import SoloWire
-from ..config import STAGES, ZeroConfig
+from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..core.units import LIMITS, Limits
 from ..errors import ConfigError, RankMismatchError, TierError
@@ -112,12 +112,10 @@ def shard(
 
     shards = config.shards(wire.size)
     policy = config.policy_for(wire.size)
-    if shards == 1 and config.offload_params == "none":
-        policy = STAGES[min(config.stage, 2)]  # nothing to release: every rank has everything
     layout = drafter.layout(specs, shards).seen_from((wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
-    found = _free_now(wire, where, config, machine or Machine(), drafter.names)
+    found = _memory_free_now(wire, where, config, machine or Machine(), drafter.names)
     tensors = state_tensors(optimizers)
     in_files = _in_files(drafter, wire)
     made = plan(
@@ -166,7 +164,7 @@ def _check_free(model: nn.Module) -> None:
             )
 
 
-def _free_now(
+def _memory_free_now(
     wire: SoloWire, device: torch.device, config: ZeroConfig, machine: Machine, params: Iterable[nn.Parameter]
 ) -> Machine:
     """Return what the plan may count on: under `auto`, the least of what any rank has free now. A collective then."""

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ..comm.codec import Codec, gather_codec
 from ..comm.inflight import DONE, Inflight
-from ..core.layout import Extent, Slot
-from ..core.layout import Span as SpanLayout
+from ..core.layout import Extent, Slot, SpanLayout
 from ..core.precision import dtype_of
 from ..plan.costs import Placement
 from ..tiers.array import DiskArray, FilePieces, OnDisk, Values, fetch
@@ -54,6 +53,7 @@ class Span:
         trainable: one of the parameters requires a gradient.
         segments: contiguous parts of the master that an optimizer updates, in order.
         bucket: this rank's gradients on their way to their owners, and the slice of the mean that this rank owns.
+        stays: a release does not free `full`.
         is_old: `full` does not have the masters' values. The same on every rank.
     """
 

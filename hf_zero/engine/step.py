@@ -22,7 +22,7 @@ from ..errors import StallError
 from ..tiers.fingerprint import sample
 
 if TYPE_CHECKING:
-    from .bound import Bound
+    from .bound import BoundOptimizers
 
 Closure = Callable[[], Any]
 
@@ -35,7 +35,7 @@ class StepWrapper:
         held: signals that wait for the end of the step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, bound: Bound, held: HeldSignals) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, bound: BoundOptimizers, held: HeldSignals) -> None:
         self._optimizer, self._bound, self._held = optimizer, bound, held
         self._handles = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
         self._hooks: tuple[Any, Any] | None = None  # the optimizer's own, while a step has copies in another order

@@ -45,7 +45,7 @@ class Unit:
         index: its number among the model's units.
         trained: spans whose gradients are reduced.
         step: an update of its offloaded spans by another thread; None if there is none.
-        is_held: full parameters stay gathered, whatever passes do: `release` does nothing.
+        is_pinned: full parameters stay gathered, whatever passes do: `release` does nothing.
         is_apart: what user code writes to full parameters is not carried into the masters.
         is_shown: operations on parameters read them as they are. Else each asks the observers first.
     """
@@ -61,7 +61,7 @@ class Unit:
         self.state = State.GATHERED
         self.is_shown = True
         self.step: UnitStep | None = None
-        self.is_held = self.is_apart = False
+        self.is_pinned = self.is_apart = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
@@ -112,7 +112,7 @@ class Unit:
         if self.state is State.SHARDED:
             raise StateError(f"unit {self.name!r}: wait() without gather()")
         self._run(self._wait, "wait for gather")
-        for event in self.events.unit_unsharded:
+        for event in self.events.unit_gathered:
             event(self)
 
     def _wait(self) -> None:
@@ -134,7 +134,7 @@ class Unit:
 
     def hide(self) -> None:
         """The use of the full parameters is over. They may still be gathered."""
-        if self.is_shown and self.context.frees and not self.is_held:
+        if self.is_shown and self.context.frees and not self.is_pinned:
             set_released(self.params, True)
             self.is_shown = False  # last: after a signal between the two the next call hides them again
 
@@ -145,11 +145,11 @@ class Unit:
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
-        if self.state is State.SHARDED or not self.context.frees or self.is_held:
+        if self.state is State.SHARDED or not self.context.frees or self.is_pinned:
             return
         if self.state is State.GATHERING:
             self.wait()
-        for event in self.events.unit_resharded:
+        for event in self.events.unit_released:
             event(self)
         self.close()
 

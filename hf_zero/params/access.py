@@ -100,7 +100,7 @@ class _Parameter:
         """Write this rank's elements. Returns why it cannot."""
         span = self.span
         self.engine.context.refuse_unsharded(self.what)
-        if span.unit.is_held:
+        if span.unit.is_pinned:
             return f"{self.what} was called inside zero.GatheredParameters, whose values would be old. Call it after"
         self.exists()
         span.unit.release()  # before the write: what user code wrote to full parameters until now is older
@@ -173,7 +173,7 @@ class _Gradient(_Trained):
         bucket = self.span.bucket
         bucket.write(slice(0, 0) if self.part is None else self.part.here, mine.to(self.dtype))
         if not bucket.present[self.number]:
-            bucket.present[self.number] = bucket.arrived[self.number] = True
+            bucket.present[self.number] = bucket.had_local[self.number] = True
             self.engine.fit_segments(self.span)
         for segment in self.span.segments:
             segment.show_grad()

@@ -189,7 +189,7 @@ class Engine(core.Engine):
         if backward_id() >= 0:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
-        self.wait_for_steps()
+        self.wait_for_host_steps()
         self.follow_writes()  # inside, nothing is sent
         for event in self.events.before_unsharded:
             event()

@@ -36,7 +36,7 @@ class Hold:
         self, context: Context, units: Iterable[Unit], what: str, *, exact: bool = True, apart: bool = False
     ) -> None:
         self._context = context
-        self.units = [unit for unit in units if not unit.is_held]
+        self.units = [unit for unit in units if not unit.is_pinned]
         self._known: dict[Span, int] = {}
         self._hidden: dict[Span, int] = {}
         if not self.units:  # the same on every rank
@@ -87,7 +87,7 @@ class Hold:
             unit.gather()
         for unit in self.units:
             unit.wait()
-            unit.is_held = True
+            unit.is_pinned = True
 
     def written(self) -> dict[Span, Sequence[int]]:
         """Give the masters what was written to full parameters. Returns the spans, with all their parameters."""
@@ -128,7 +128,7 @@ class Hold:
             kept: parameters that were written, by span and index. Their masters have the values.
         """
         for unit in self.units:
-            unit.is_held = False
+            unit.is_pinned = False
             if not self._context.frees:
                 self._hide(unit, kept)
             # What was written is in the masters, or is to be forgotten: no release may find it once more.

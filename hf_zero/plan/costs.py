@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..comm.codec import gather_codec
 from ..config import StagePolicy
-from ..core.layout import Span, itemsize
+from ..core.layout import SpanLayout, itemsize
 from ..tiers.tier import SIZES, Sizes, Tier, padded
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "staging", "activations")
@@ -32,8 +32,8 @@ class Placement:
     """Tier of master, gradient and optimizer states; None: frozen."""
 
     @staticmethod
-    def of(span: Span, parameters: Tier, optimizer: Tier) -> Placement:
-        """Place a span. A copy and a master of one type are one memory: the copy is never in a slower tier."""
+    def of(span: SpanLayout, parameters: Tier, optimizer: Tier) -> Placement:
+        """Place a span. A copy of the master's type goes to the faster of the two tiers; in one tier, both are one memory."""
         if not span.is_updated:
             return Placement(parameters)
         if has_one_type(span):
@@ -51,7 +51,7 @@ class Placement:
         return self.optimizer not in (None, Tier.DEVICE)
 
 
-def has_one_type(span: Span) -> bool:
+def has_one_type(span: SpanLayout) -> bool:
     return span.spec.compute_dtype == span.spec.master_dtype
 
 
@@ -124,36 +124,36 @@ class Memory:
         return sum(kinds[kind] for kinds in self.stored.values() for kind in STATES)
 
 
-def stays(span: Span, placement: Placement, policy: StagePolicy) -> bool:
+def stays(span: SpanLayout, placement: Placement, policy: StagePolicy) -> bool:
     """Return whether the full span is in device memory all the time."""
     return placement.parameters is Tier.DEVICE and (policy.keep_full or span.shards == 1)
 
 
-def is_cast(span: Span, policy: StagePolicy) -> bool:
+def is_cast(span: SpanLayout, policy: StagePolicy) -> bool:
     """Return whether the copy has other values than the master: of another type, or overwritten by coded gathers."""
     return not has_one_type(span) or (policy.keep_full and gather_codec(span) is not None)
 
 
-def shares_memory(span: Span, placement: Placement, policy: StagePolicy) -> bool:
+def shares_memory(span: SpanLayout, placement: Placement, policy: StagePolicy) -> bool:
     """Return whether the copy is the master."""
     return placement.parameters is placement.home and not is_cast(span, policy)
 
 
-def is_in_files(span: Span, placement: Placement, setup: Setup) -> bool:
+def is_in_files(span: SpanLayout, placement: Placement, setup: Setup) -> bool:
     """Return whether a frozen span stays in the model's own files."""
     if placement.parameters is not Tier.DISK or span.trainable:
         return False
     return all(slot.spec.name in setup.in_files for slot in span.slots)
 
 
-def casts_master(span: Span, placement: Placement, setup: Setup) -> bool:
+def casts_master(span: SpanLayout, placement: Placement, setup: Setup) -> bool:
     """Return whether masters on the device are cast into the gathered span before each gather: no tier stores a copy."""
     if stays(span, placement, setup.policy) or has_one_type(span):
         return False
     return placement.home is Tier.DEVICE
 
 
-def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+def parameter_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
     """Return bytes in the parameter tier: the copy, or the full span where it stays; on disk in full pages."""
     if is_in_files(span, placement, setup) or casts_master(span, placement, setup):
         return 0
@@ -163,7 +163,7 @@ def parameter_bytes(span: Span, placement: Placement, setup: Setup) -> int:
     return padded(nbytes) if is_padded else nbytes
 
 
-def master_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+def master_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
     """Return bytes of masters that are not the copy, which counts as parameters. On disk their padding counts here.
 
     A frozen span keeps exact values besides those that it computes with.
@@ -175,7 +175,7 @@ def master_bytes(span: Span, placement: Placement, setup: Setup) -> int:
     return stored - (nbytes if shares_memory(span, placement, setup.policy) else 0)
 
 
-def tensors_bytes(span: Span, tier: Tier, setup: Setup) -> tuple[int, int]:
+def tensors_bytes(span: SpanLayout, tier: Tier, setup: Setup) -> tuple[int, int]:
     """Return bytes of optimizer states in `tier`, on disk in full pages; and in host memory besides.
 
     Full-matrix optimizers: the states of each parameter, of any shape. Those that are not of the parameter's shape are never
@@ -193,7 +193,7 @@ def tensors_bytes(span: Span, tier: Tier, setup: Setup) -> tuple[int, int]:
     return round(span.share * sum(padded(n) for n, whole in arrays if n == whole)), round(span.share * beside)
 
 
-def gradient_itemsize(span: Span, tier: Tier, setup: Setup) -> int:
+def gradient_itemsize(span: SpanLayout, tier: Tier, setup: Setup) -> int:
     """Return bytes per stored gradient element: the master's. `step_in_backward` with one backward per step stores none."""
     return 0 if tier is not Tier.DEVICE and setup.steps_at_once else itemsize(span.spec.master_dtype)
 
@@ -203,17 +203,17 @@ def stores_gradients(tier: Tier, setup: Setup) -> bool:
     return tier is Tier.DISK and not setup.step_in_backward
 
 
-def stored_itemsize(span: Span, placement: Placement, setup: Setup) -> int:
+def stored_itemsize(span: SpanLayout, placement: Placement, setup: Setup) -> int:
     """Return bytes per element of parameters on disk."""
     return itemsize(span.spec.master_dtype if is_in_files(span, placement, setup) else span.spec.compute_dtype)
 
 
-def wire_dtype(span: Span, setup: Setup) -> str:
+def wire_dtype(span: SpanLayout, setup: Setup) -> str:
     """Return the type in which gradients are sent: those of masters that are not float32 are never narrowed."""
     return setup.reduce_dtype if span.spec.master_dtype == "float32" else span.spec.master_dtype
 
 
-def state_bytes(span: Span, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:
+def state_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:
     """Return stored bytes of one span, by tier and kind."""
     out = {(tier, kind): 0 for tier in TIERS for kind in STATES}
     out[placement.parameters, "parameters"] = parameter_bytes(span, placement, setup)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ..core.layout import Layout, Span, UnitLayout, Use, itemsize
+from ..core.layout import Layout, SpanLayout, UnitLayout, UseTimes, itemsize
 from ..tiers.pool import KEPT_BUFFERS
 from ..tiers.tier import Tier, padded
 from .costs import (
@@ -29,7 +29,7 @@ from .costs import (
 class _UnitBytes:
     """Bytes that one unit adds in a pass."""
 
-    use: Use
+    use: UseTimes
     stays: bool
     """Gathered from its forward to its backward."""
     full: int = 0
@@ -197,7 +197,7 @@ def _count_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None
     out.resting_scratch = min(out.scratch, sum(singles[:KEPT_BUFFERS]))
 
 
-def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
+def _unit_bytes(unit: UnitLayout, use: UseTimes, at: int, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
     """Return the bytes of one unit; `at`: its index in the layout."""
     out = _UnitBytes(use, stays=at in setup.kept)
     for span in unit.spans:
@@ -236,14 +236,14 @@ def _unit_bytes(unit: UnitLayout, use: Use, at: int, placements: Sequence[Placem
     return out
 
 
-def _bucket_bytes(span: Span, setup: Setup) -> int:
+def _bucket_bytes(span: SpanLayout, setup: Setup) -> int:
     """Return bytes of the copy of local gradients that is sent; 0 where they are sent without one."""
     if setup.is_cpu and len(span.slots) == 1 and span.spec.compute_dtype == wire_dtype(span, setup):
         return 0
     return span.numel * itemsize(wire_dtype(span, setup))
 
 
-def _landing_bytes(span: Span, placement: Placement, setup: Setup) -> int:
+def _landing_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
     """Return bytes of the buffer for a gradient on its way to host memory or disk; 0 where it is stored directly.
 
     Where the device is the host, only gradients to which others are added have one.
@@ -274,7 +274,7 @@ def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -
     return min(0 if setup.is_cpu else sizes.lanes, blocks) * lanes + min(sizes.slabs, records) * largest
 
 
-def _records(span: Span, setup: Setup) -> tuple[int, int]:
+def _records(span: SpanLayout, setup: Setup) -> tuple[int, int]:
     """Return how many slabs or full matrices of a span the disk tier updates one by one, and the bytes of the largest."""
     master = itemsize(span.spec.master_dtype)
     gradient = gradient_itemsize(span, Tier.DISK, setup) if stores_gradients(Tier.DISK, setup) else 0

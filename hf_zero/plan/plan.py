@@ -28,7 +28,7 @@ class Plan:
 
     inputs: PlanInputs
     placements: tuple[Placement, ...]
-    """Placements by `Span.index`."""
+    """Placements by `SpanLayout.index`."""
     memory: Memory
     """Bytes per rank, by tier and kind; activations are an estimate."""
     step: Step

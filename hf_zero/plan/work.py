@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm.codec import CODECS, fits, gather_codec
-from ..core.layout import Layout, Span, itemsize
+from ..core.layout import Layout, SpanLayout, itemsize
 from ..core.precision import dtype_of
 from ..tiers.tier import Tier
 from .costs import (
@@ -81,7 +81,7 @@ class Collective:
         return "reduce" if self.kind == "across" else self.kind
 
 
-def collectives_of(span: Span, setup: Setup, used: int) -> Iterator[Collective]:
+def collectives_of(span: SpanLayout, setup: Setup, used: int) -> Iterator[Collective]:
     """Yield one span's collectives in a step. `used` is its unit's entry of `uses`.
 
     Gathers and reduces: Rajbhandari et al. (arXiv 1910.02054), section 7: 2 per parameter for stages 1 and 2, 3 for stage 3. A
@@ -113,7 +113,7 @@ def collectives_of(span: Span, setup: Setup, used: int) -> Iterator[Collective]:
         yield Collective(kind, PASSES, 2 * sends, (replicas - 1) * _sent_bytes(part, span, setup), replicas, stride)
 
 
-def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
+def work_of(span: SpanLayout, placement: Placement, setup: Setup, used: int) -> Work:
     """Return the bytes that one span moves on this rank in a step. `used` is its unit's entry of `uses`."""
     numel = span.slice_numel
     copy, masters = numel * itemsize(span.spec.compute_dtype), numel * itemsize(span.spec.master_dtype)
@@ -166,13 +166,13 @@ def work_of(span: Span, placement: Placement, setup: Setup, used: int) -> Work:
     return work
 
 
-def _sent_bytes(numel: int, span: Span, setup: Setup) -> int:
+def _sent_bytes(numel: int, span: SpanLayout, setup: Setup) -> int:
     """Return the bytes sent for `numel` elements of a gradient, one part."""
     coded = _is_coded(numel, span, setup)
     return CODECS[setup.wire].nbytes(numel) if coded else numel * itemsize(wire_dtype(span, setup))
 
 
-def _is_coded(numel: int, span: Span, setup: Setup) -> bool:
+def _is_coded(numel: int, span: SpanLayout, setup: Setup) -> bool:
     return fits(CODECS.get(setup.wire), numel, dtype_of(wire_dtype(span, setup)))
 
 

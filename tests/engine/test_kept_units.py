@@ -63,7 +63,7 @@ def gathers(rank: int, world: int, budget: int | None) -> tuple[int, int]:
     model = gpt2(n_layer=4)
     engine = zero.shard(model, optimizer_for(model, 1), zero.ZeroConfig(stage=3, keep_gathered=budget))
     found: list[Any] = []
-    engine.events.unit_unsharded.append(found.append)
+    engine.events.unit_gathered.append(found.append)
     loss_of(model, rank, 0).backward()
     return len(found), len(engine.context.kept)
 

@@ -139,10 +139,10 @@ def interrupted_in_forward(loop: Loop) -> None:
 
 
 def interrupted_in_the_arithmetic(loop: Loop) -> None:
-    loop.engine.wait_for_steps()  # the step before counts, too
+    loop.engine.wait_for_host_steps()  # the step before counts, too
     loop.optimizer.plan(1, "in the middle", interrupt)
     loop.steps(99)
-    loop.engine.wait_for_steps()
+    loop.engine.wait_for_host_steps()
 
 
 def interrupted_in_a_pre_hook(loop: Loop) -> None:
