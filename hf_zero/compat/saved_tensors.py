@@ -55,8 +55,8 @@ class SavedTensors(Observer):
         self._schedule = weakref.ref(engine.schedule)  # graphs hold these hooks, and must not hold the engine
         self._spans: dict[int, weakref.ref[Span]] = {}
         """By address of a storage, the span that has it, or had it: see `_span_of`."""
-        self._saved: dict[int, weakref.WeakSet[Saved]] = {}
-        """By address of a storage, what graphs hold of it."""
+        self._saved: dict[int, set[weakref.ref[Saved]]] = {}
+        """By address of a storage, what graphs hold of it: see `_pack`."""
         self._left = _BACKWARDS
         # Units and spans by number: graphs hold this, and must not hold these.
         self._watched: set[int] = set()
@@ -102,7 +102,8 @@ class SavedTensors(Observer):
         saved = self._saved.get(_memory(span.full), ())
         if views > len(saved):
             return False
-        usual[point] = sum(not each.is_parameter for each in saved)
+        held = [reference() for reference in [*saved]]
+        usual[point] = sum(each is not None and not each.is_parameter for each in held)
         return True
 
     def _pop(self) -> None:
@@ -132,7 +133,7 @@ class SavedTensors(Observer):
         for span in unit.spans:
             memory = _memory(span.full)
             self._spans[memory] = weakref.ref(span)
-            self._saved.setdefault(memory, weakref.WeakSet())
+            self._saved.setdefault(memory, set())
         pack, unpack = (self._pack, self._unpack) if outer is None else self._around(*outer)
         _hooks._push_saved_tensors_default_hooks(pack, unpack)
         return pack
@@ -143,7 +144,9 @@ class SavedTensors(Observer):
         if span is None:
             return Saved(tensor, None)
         saved = Saved(tensor, span.unit)
-        self._saved[memory].add(saved)
+        # The callback is no Python code, unlike a WeakSet's: Python drops what a signal's handler raises in a callback.
+        known = self._saved[memory]
+        known.add(weakref.ref(saved, known.discard))
         return saved
 
     def _span_of(self, memory: int) -> Span | None:

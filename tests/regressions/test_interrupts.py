@@ -218,3 +218,28 @@ def test_hooks_that_an_interrupt_left_on_go_with_the_model() -> None:
     for _ in range(3):  # their memory may lie where that of the first was
         sharded()(tokens).sum().backward()
         assert top() == before
+
+
+def finalizers(rank: int, world: int) -> list[str]:
+    """Python code that runs in steps because an object is gone. Python drops what a handler raises there: Ctrl-C is lost."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        caller = frame.f_back
+        is_callback = "weakref" in code.co_filename and code.co_name in ("_remove", "remove", "__call__")
+        if event == "call" and (is_callback or code.co_name == "__del__"):
+            found.append(f"{code.co_filename}:{code.co_name}, in {caller and caller.f_code.co_name}")
+
+    loop = Loop(rank, "stage 3", "")
+    sys.setprofile(note)
+    try:
+        loop.steps(0, 1, 2)
+    finally:
+        sys.setprofile(None)
+    return found[:3]
+
+
+def test_no_finalizer_of_a_step_is_python_code(pools: dict[int, RankPool]) -> None:
+    """Saved tensors were in a `WeakSet`, whose callbacks were often the first code to run after a signal in a backward."""
+    assert pools[2].run(finalizers) == [[], []]
