@@ -110,9 +110,12 @@ class SequenceAttention:
         mask = part.full_mask if both_ways else part.causal_mask
         whole = {"q_length": part.length, "kv_length": part.length, "q_offset": 0, "kv_offset": 0}
         attention_mask = None if mask is None else mask.to(kwargs["device"], torch.bool)
-        return SequenceMask(
-            part, function(**{**kwargs, **whole, "mask_function": mask_function, "attention_mask": attention_mask})
-        )
+        made = function(**{**kwargs, **whole, "mask_function": mask_function, "attention_mask": attention_mask})
+        if isinstance(made, Tensor) and made.is_floating_point() and part.tokens < part.length:
+            # A query that may see nothing, as left padding, gets the mean of all tokens: of those that fill up the rows, too.
+            made = made.clone()
+            made[..., part.tokens :] = -torch.inf
+        return SequenceMask(part, made)
 
     def _attend(
         self,

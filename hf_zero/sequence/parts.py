@@ -26,6 +26,7 @@ class Part:
 
     Attributes:
         rows, length: of the whole batch, padded to a multiple of the group's ranks.
+        tokens: the length of the whole batch without these.
         local: tokens per row on this rank.
         causal_mask: which tokens of the whole rows are no padding, for attention that looks back; None: all.
         full_mask: for attention in both directions, which must not see the tokens that fill up the last part either.
@@ -37,6 +38,7 @@ class Part:
 
     rows: int
     length: int
+    tokens: int
     local: int
     causal_mask: Tensor | None
     full_mask: Tensor | None
@@ -115,6 +117,7 @@ def divide(
     part = Part(
         rows,
         length,
+        tokens,
         local,
         causal_mask=None if given is None else mask if not filled else _filled(given, filled, 1),
         full_mask=None if given is None and not filled else mask,

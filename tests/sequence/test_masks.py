@@ -65,13 +65,14 @@ def paligemma() -> nn.Module:
 
 
 def given(kind: str) -> dict[str, Any]:
-    """A batch of 2 x 12 tokens with padding on one side, or with several sequences in a row."""
-    made = batch(0, 1, 2, 12)
+    """A batch of 2 x 12 tokens, odd: 13, with padding on one side, or with several sequences in a row."""
+    length = 13 if kind.endswith("odd") else 12
+    made = batch(0, 1, 2, length)
     if kind == "packed":
         made["position_ids"] = torch.tensor([[*range(5), *range(7)], [*range(3), *range(4), *range(5)]])
     elif kind != "full":
-        made["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
-        made["attention_mask"][1, slice(0, 5) if kind == "left" else slice(8, 12)] = 0
+        made["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+        made["attention_mask"][1, slice(0, 5) if kind.startswith("left") else slice(8, length)] = 0
         made["labels"][made["attention_mask"] == 0] = -100
     return made
 
@@ -80,6 +81,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
     "llama packed": (llama, {}, "packed", True),
     "llama packed eager": (llama, {"attn_implementation": "eager"}, "packed", True),
     "llama left": (llama, {}, "left", True),
+    "llama left odd": (llama, {}, "left odd", True),
+    "llama left odd eager": (llama, {"attn_implementation": "eager"}, "left odd", True),
     "gpt2 right eager": (gpt2, {"n_head": 4, "attn_implementation": "eager"}, "right", True),
     "mixtral packed": (mixtral, {}, "packed", True),
     "mixtral left": (mixtral, {}, "left", True),
