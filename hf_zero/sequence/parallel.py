@@ -73,6 +73,36 @@ class SequenceParallel(Observer):
             self._handles.append(each.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             self._handles.append(each.register_forward_hook(self._after, prepend=True, always_call=True))
 
+        for each in model.modules():
+            kinds = getattr(each, "rope_type", None)
+            if any(
+                "dynamic" in kind or kind == "longrope"
+                for kind in (kinds.values() if isinstance(kinds, dict) else [kinds or ""])
+            ):
+                self._handles.append(each.register_forward_pre_hook(self._with_last_position, with_kwargs=True))
+                self._handles.append(each.register_forward_hook(self._without_last_position))
+
+    def _with_last_position(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let rotary embeddings whose frequencies depend on the highest position see that of the whole rows."""
+        if backward_id() >= 0 and self.was_divided:
+            raise ConfigError(
+                f"{type(module).__name__} changes its frequencies with the length, within a checkpointed block: under "
+                f"sp_size={self.size} it would not find the length again. Leave gradient checkpointing or sp_size out"
+            )
+        if self._part is None:
+            return None
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        last = self._part.position_ids.max().to(positions).expand(*positions.shape[:-1], 1)
+        positions = torch.cat([positions, last], -1)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": positions}
+        return (args[0], positions, *args[2:]), kwargs
+
+    def _without_last_position(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._part is None:
+            return None
+        return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]
+
     def local(self, batch: Mapping[str, Any], num_items_in_batch: Tensor | float | None = None) -> dict[str, Any]:
         """See `Engine.local_sequence`."""
         if not isinstance(batch, Mapping):

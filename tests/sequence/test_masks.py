@@ -77,10 +77,27 @@ def given(kind: str) -> dict[str, Any]:
     return made
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, "factor": 4.0,
+    "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+}  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
     "llama packed": (llama, {}, "packed", True),
     "llama packed eager": (llama, {"attn_implementation": "eager"}, "packed", True),
     "llama left": (llama, {}, "left", True),
+    "llama whose frequencies grow with the length": (
+        llama,
+        {"rope_parameters": DYNAMIC, "max_position_embeddings": 8},
+        "right",
+        True,
+    ),
+    "llama with frequencies for long rows": (
+        llama,
+        {"rope_parameters": LONG, "max_position_embeddings": 32},
+        "full",
+        True,
+    ),
     "llama left odd": (llama, {}, "left odd", True),
     "llama left odd eager": (llama, {"attn_implementation": "eager"}, "left odd", True),
     "gpt2 right eager": (gpt2, {"n_head": 4, "attn_implementation": "eager"}, "right", True),
