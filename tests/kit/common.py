@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
+from tests import models
 from tests.kit.transports import SIZES, Roads, Sizes
 
 transformers.logging.set_verbosity_error()
@@ -19,23 +20,14 @@ VOCAB = 97
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    """GPT-2 with tied embedding and head."""
     torch.manual_seed(0)
-    options = {
-        "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": VOCAB, "n_positions": 16, "bos_token_id": 0,
-        "eos_token_id": 0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False,
-    }  # fmt: skip
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**options, **changes}))
+    return models.gpt2(**{"vocab_size": VOCAB, **changes})
 
 
 def bert(frozen: bool = True, **changes: Any) -> nn.Module:
-    """BERT for masked language modelling, tied, with its first layer and position embeddings frozen."""
+    """Its first layer and position embeddings are frozen."""
     torch.manual_seed(0)
-    options = {
-        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB,
-        "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    }  # fmt: skip
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**{**options, **changes}))
+    model = models.bert(**{"vocab_size": VOCAB, **changes}).requires_grad_(True)
     if frozen:
         model.bert.encoder.layer[0].requires_grad_(False)
         model.bert.embeddings.position_embeddings.requires_grad_(False)
@@ -58,8 +50,6 @@ class Case:
     offload_params: str = "none"
     step_in_backward: bool = False
     checkpointing: bool = False
-    replicas: int = 1
-    wire: str = "none"
     sizes: Sizes = SIZES
 
     def config(self, offload_dir: str | None = None) -> zero.ZeroConfig:
@@ -69,8 +59,6 @@ class Case:
             offload_params=self.offload_params,
             offload_dir=offload_dir,
             step_in_backward=self.step_in_backward,
-            replicas=self.replicas,
-            wire=self.wire,
         )
 
     def roads(self, roads: Roads | None = None) -> Roads:
@@ -94,11 +82,6 @@ def optimizer_for(model: nn.Module, groups: int, cls: Any = torch.optim.AdamW, *
         ],
         **options,
     )
-
-
-def autocast(dtype: str) -> Any:
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return torch.autocast("cpu", dtype=types[dtype]) if dtype in types else contextlib.nullcontext()
 
 
 def loss_of(model: Any, rank: int, step: int, micro: int = 0) -> Tensor:
