@@ -70,7 +70,7 @@ types: $(READY) ## check types
 
 .PHONY: docs
 docs: $(READY) ## build the documents as a site, in site/
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build
 
 .PHONY: audit
 audit: $(READY) ## dependencies that contradict each other, and those with known holes (the second needs the network)
