@@ -118,13 +118,22 @@ class WeightFormat(Protocol):
         """Return the stems of the files that a load reads -> the prefix of their keys, which keeps them apart."""
         ...
 
+    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+        """Write the files beside the weights (config, model card). Runs on rank 0, without communication.
+
+        Args:
+            state: see `draw`.
+            folder: for the files.
+        """
+        ...
+
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
-        """Return what to write. Runs on rank 0, without communication; may write small files (config, index).
+        """Return what to write; write the index. Runs on rank 0, without communication.
 
         Args:
             state: as `model.state_dict()`, with parameters as meta tensors of their dtype and full shape (tied ones the
                 same object) and buffers as CPU values.
-            folder: for the small files.
+            folder: for the index.
             max_shard_size: most bytes per file.
         """
         ...
@@ -148,6 +157,9 @@ class StateDictFormat:
         self.stems = {"model": ""}
         self._model = model
 
+    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+        """Write nothing; see `WeightFormat`."""
+
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
         """Return what to write; see `WeightFormat`."""
         entries, values, done = [], {}, set()
@@ -167,12 +179,7 @@ class StateDictFormat:
                 done.add(first)
                 runs = (Extent(first, 0, 0, value.numel()),)
             entries.append(Entry(key, dtype_name(value.dtype), tuple(value.shape), runs))
-        files = split_files("model", entries, max_shard_size)
-        if len(files) > 1:
-            where = {entry.key: file.name for file in files for entry in file.entries}
-            numel, size_bytes = sum(entry.numel for entry in entries), sum(entry.size_bytes for entry in entries)
-            (folder / "model.safetensors.index.json").write_text(index_text(where, numel, size_bytes))
-        return Drawing(tuple(files), values)
+        return Drawing(write_index(self._model, entries, max_shard_size, folder), values)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """Return where stored tensors belong; see `WeightFormat`."""
@@ -232,25 +239,46 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def split_files(stem: str, entries: Iterable[Entry], max_shard_size: int | str) -> list[WeightFile]:
+def split_files(
+    stem: str, entries: Iterable[Entry], max_shard_size: int | str, storages: Mapping[str, Any] | None = None
+) -> list[WeightFile]:
     """Split tensors over files of at most `max_shard_size` bytes by the rule of `save_pretrained`.
 
     Args:
         stem: beginning of the file names.
         entries: in the order in which files are filled.
         max_shard_size: a larger tensor has a file of its own.
+        storages: key -> the tensor's storage; tensors that share one are in one file.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_key: dict[str, Any] = {entry.key: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
         by_key,
-        get_storage_size=lambda entry: entry.size_bytes,
+        get_storage_size=lambda entry: storages[entry.key].nbytes() if storages else entry.size_bytes,
+        get_storage_id=(lambda entry: storages[entry.key]._cdata) if storages else (lambda entry: None),
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=parse_bytes(max_shard_size),
     )
     names = split.filename_to_tensors or {f"{stem}.safetensors": []}
     return [WeightFile(name, tuple(by_key[key] for key in keys)) for name, keys in names.items()]
+
+
+def write_index(
+    model: nn.Module,
+    entries: Sequence[Entry],
+    max_shard_size: int | str,
+    folder: Path,
+    storages: Mapping[str, Any] | None = None,
+) -> tuple[WeightFile, ...]:
+    """Split a model's tensors over files, see `split_files`; write the index of several files to `folder`."""
+    files = split_files("model", entries, max_shard_size, storages)
+    if len(files) > 1:
+        where = {entry.key: file.name for file in files for entry in file.entries}
+        numel = sum(param.numel() for param in model.parameters())
+        size_bytes = sum(entry.size_bytes for entry in entries)
+        (folder / "model.safetensors.index.json").write_text(index_text(where, numel, size_bytes))
+    return tuple(files)
 
 
 def index_text(where: Mapping[str, str], numel: int, size_bytes: int) -> str:

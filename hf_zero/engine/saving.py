@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..checkpoint.load import Loading
 from ..checkpoint.objects import Stateful, put_objects, take_objects
 from ..checkpoint.save import Saving, optimizer_folder
-from ..checkpoint.weights import WeightFormat, format_of
+from ..checkpoint.weights import Drawing, WeightFormat, format_of
 from ..core.precision import dtype_of
 from ..errors import StateError
 from ..plan.machine import free_host_bytes
@@ -63,14 +63,18 @@ def put_weights(
     """Write the model's weights in a folder inside the checkpoint, or in the checkpoint itself.
 
     Args:
-        form: names in files; None: those of the model's own format.
+        form: names in files, for a caller that has written the files beside the weights; None: those of the model's own
+            format, with these files.
     """
-    names = form or format_of(engine.model)
-    saving.weights(
-        ParameterPieces(engine.units),
-        lambda: names.draw(engine.outline(), saving.folder / folder, max_shard_size),
-        folder,
-    )
+
+    def draw() -> Drawing:
+        state, place = engine.outline(), saving.folder / folder
+        names = form or format_of(engine.model)
+        if form is None:
+            names.describe(state, place)
+        return names.draw(state, place, max_shard_size)
+
+    saving.weights(ParameterPieces(engine.units), draw, folder)
 
 
 def load(

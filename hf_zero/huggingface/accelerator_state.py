@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import save as save_plain
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.load import Loading
 from ..checkpoint.save import Saving, is_ours, optimizer_folder
@@ -89,7 +89,7 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
         if engine is None:
             folder = Path(save_directory)
             if self.is_main_process and "model" in format_of(model).stems and not folder.is_file():
-                _describe(model, stand_in_state(model), folder)
+                format_of(model).describe(stand_in_state(model), folder)
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self._zero_refuse_each_node()
         self._zero_wait_for_save()
@@ -98,7 +98,7 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
             if "model" in form.stems:
                 with on_all_ranks(engine.wire, f"saving to {saving.target}"):
                     if engine.rank == 0:
-                        _describe(model, engine.outline(), saving.folder)
+                        form.describe(engine.outline(), saving.folder)
                 form = StateDictFormat(model)
             stock: Any = super().save_model
             if safe_serialization and stock.__func__ is Accelerator.save_model:
@@ -292,18 +292,6 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
     def _zero_refuse_each_node(self) -> None:
         if self.project_configuration.save_on_each_node:
             raise ConfigError("save_on_each_node=True: all ranks write one folder together; save to a shared one")
-
-
-_ONE_FILE_BYTES = 1 << 62
-"""A limit above any model's size, so that no index is written."""
-
-
-def _describe(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
-    """Write, on one rank, the other files of a model's own `save_pretrained`; nothing for a module without one."""
-    form = format_of(model)
-    if not isinstance(form, StateDictFormat):
-        folder.mkdir(parents=True, exist_ok=True)
-        form.draw(state, folder, _ONE_FILE_BYTES)
 
 
 def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> None:

@@ -9,23 +9,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint.load import Loading
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
-from ..checkpoint.weights import Drawing, format_of
+from ..checkpoint.weights import format_of
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
 from ..engine.pieces import ParameterPieces
 from ..errors import CheckpointError
 from ..params.engine import Engine
-from .recording import recording
 from .stock import replaced, serving
 
 MAX_SHARD_SIZE = "50GB"
@@ -65,43 +62,6 @@ def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) ->
     """Return a `Saving` whose manifest has the engine's facts and `facts`."""
     engine.quiesce()
     return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
-
-
-def put_as(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
-    """Add the weights that `stock`, which saves the model and more to `saving.folder`, would write. A collective.
-
-    `stock` runs on rank 0 with meta tensors. If it writes no safetensors, pickles a tensor or computes with values, it
-    runs again with the model gathered on rank 0.
-    """
-    model = engine.model
-    needs_values: list[bool] = []
-
-    def pickled(tensor: Tensor, protocol: Any) -> Any:
-        needs_values.append(True)
-        tensor.__dict__.clear()  # it would be pickled too
-        return Tensor.__reduce_ex__(tensor, protocol)
-
-    def draw() -> Drawing:
-        outline = engine.outline()
-        for value in outline.values():
-            if isinstance(value, Tensor) and value.is_meta:
-                value.__dict__["__reduce_ex__"] = partial(pickled, value)
-        try:
-            with recording(model, outline) as record:
-                stock()
-        except NotImplementedError:  # torch raises it where code asks a meta tensor for values
-            needs_values.append(True)
-            return Drawing(())
-        if record.files and not record.unknown():
-            return record.drawing(saving.folder)
-        needs_values.append(True)
-        return Drawing(())
-
-    saving.weights(ParameterPieces(engine.units), draw)
-    with on_all_ranks(engine.wire, f"saving to {saving.target}") as report:
-        report.mine = bool(needs_values)
-    if report.everyone[0]:
-        put_whole(saving, engine, stock)
 
 
 def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:

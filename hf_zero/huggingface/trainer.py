@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,11 +38,13 @@ from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.objects import load_state
 from ..checkpoint.save import Saving, is_ours
 from ..checkpoint.series import CheckpointSeries
+from ..checkpoint.weights import format_of
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import SoloWire
 from ..compat.evaluation import cast
+from ..engine.saving import put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
@@ -56,12 +58,13 @@ from .checkpoints import (
     load_optimizer,
     load_weights,
     open_saving,
-    put_as,
+    put_whole,
 )
 from .elastic import LATEST, KeepsBatches
 from .push import Pushes, check_kind
 from .sequences import DividesSequences
 from .stock import TrainerBase, put_in_front, replaced, show
+from .weights import saves_its_own_way, without_weights
 
 # Before 5.23, `Trainer.save_model` calls `_save` on the writing rank only.
 _WRITER_ONLY = Version(transformers.__version__) < Version("5.23")
@@ -327,11 +330,10 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
             saving.commit()
         return None
 
-    def _zero_put(
-        self, saving: Saving, engine: Engine, stock: Callable[..., None], state: dict[str, Any] | None
-    ) -> None:
+    def _zero_put(self, saving: Saving, engine: Engine, stock: Any, state: dict[str, Any] | None) -> None:
         facts = self._zero_facts = facts_of(self, engine)
         card, is_sealed = saving.folder / CARD, False
+        is_stock = stock.__func__ is Trainer._save and not saves_its_own_way(self.model)
 
         def save(values: dict[str, Any] | None) -> None:
             stock(str(saving.folder), values)
@@ -347,8 +349,14 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
                     is_sealed = is_generated(read_card(card))
                 if state is not None:  # the caller has gathered values
                     save(state)
-        if state is None:
-            put_as(saving, engine, lambda: save(None))
+                elif is_stock:
+                    with replaced(without_weights(self.model, engine.outline())):
+                        save({})
+                    (saving.folder / "model.safetensors").unlink(missing_ok=True)  # an empty one, of a plain module
+        if state is None and is_stock:
+            put_weights(saving, engine, MAX_SHARD_SIZE, form=format_of(self.model))
+        elif state is None:  # code that saves in its own way needs values
+            put_whole(saving, engine, lambda: save(None))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer's state of all ranks, and the scheduler as the stock code does; no `optimizer.pt`."""

@@ -1,7 +1,8 @@
 """Names and files of transformers and PEFT models, taken from their own code.
 
-A save runs the stock `save_pretrained` on meta tensors and records its files. A load runs the stock loader on meta
-tensors, with a function that records what it would set. `Conversions` reports what each tensor is made of.
+A save runs the functions of `save_pretrained` that compute names, on meta tensors; `save_pretrained` itself, without weights,
+writes all other files. A load runs the stock loader on meta tensors, with a function that records what it would set.
+`Conversions` reports what each tensor is made of.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,25 @@ import transformers.core_model_loading as core_loading
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
 
 from ..checkpoint.safetensors import Stored
-from ..checkpoint.weights import Conversion, Drawing, Located, locate_by_name, names_of, persistent_buffers
+from ..checkpoint.weights import (
+    Conversion,
+    Drawing,
+    Entry,
+    Located,
+    WeightFile,
+    locate_by_name,
+    names_of,
+    persistent_buffers,
+    write_index,
+)
 from ..core.layout import Extent
+from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from .converters import Conversions
-from .recording import recording
-from .stock import Attributes, replaced, serving, stand_in_state
+from .stock import Attributes, own_types, replaced, serving, stand_in_state
 
 EXTRA_STATE = "_extra_state"  # the last part of the key of a module's own state
 
@@ -52,14 +62,39 @@ class HubFormat:
         self._model = model
         self.stems = {"model": ""}
 
+    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+        """See `WeightFormat`. Writes config.json and whatever else `save_pretrained` writes."""
+        model, stock, calls = self._model, PreTrainedModel.save_pretrained, list[Any]()
+
+        def save(self: Any, place: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+            changed = [key for key, value in (state_dict or {}).items() if value is not state.get(key)]
+            if changed or calls:
+                what = (
+                    f"computes {changed[0]!r} (first of {len(changed)}) from the weights" if changed else "saves twice"
+                )
+                raise CheckpointError(
+                    f"the model's own save_pretrained {what}, which hf_zero cannot do from shards. Save with "
+                    "Trainer.save_model or accelerator.save_model, or inside `with zero.unsharded(model):`"
+                )
+            calls.append(place)
+            with replaced(without_weights(model, state)):
+                stock(self, place, state_dict={})
+
+        with replaced([*serving(model, state), (PreTrainedModel, "save_pretrained", save)]):
+            type(model).save_pretrained(model, folder, state_dict=dict(state))
+
     def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
-        """See `WeightFormat`. Writes config.json, the index and whatever else `save_pretrained` writes."""
+        """See `WeightFormat`."""
         model = self._model
-        with recording(model, state) as record:
-            type(model).save_pretrained(
-                model, folder, state_dict=dict(state), max_shard_size=max_shard_size, is_main_process=True
-            )
-        return record.drawing(folder)
+        ignored = model._keys_to_ignore_on_save or ()
+        kept = {key: value for key, value in state.items() if key not in ignored}
+        conversions = _known(model, state)
+        with conversions.recording():
+            kept = core_loading.revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
+        entries, values, computed = _entries(kept, conversions)
+        storages = {key: tensor.untyped_storage() for key, tensor in kept.items()}
+        files = write_index(model, entries, max_shard_size, folder, storages)
+        return Drawing(files, values, tuple(conversions.computed(computed)))
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Finds what `from_pretrained` would find."""
@@ -108,16 +143,40 @@ class AdapterFormat:
         """See `WeightFormat`."""
         return {f"{prefix}adapter_model": prefix for prefix in map(self._prefix, self._adapters())}
 
-    def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
-        """See `WeightFormat`. Writes adapter_config.json and the model card; adapters are never split over files."""
-        with recording(self._model, state) as record:
-            type(self._model).save_pretrained(self._model, folder, state_dict=dict(state), is_main_process=True)
-        return record.drawing(folder, lambda keys: self._computed(keys, state))
+    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+        """See `WeightFormat`. Writes adapter_config.json and the model card."""
+        with replaced(without_weights(self._model, state)):
+            type(self._model).save_pretrained(self._model, folder, state_dict={})
 
-    def _computed(self, keys: list[str], state: Mapping[str, Tensor]) -> Conversion:
+    def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
+        """See `WeightFormat`. Adapters are never split over files."""
+        conversions = _known(self._model, state)
+        files, values, others = list[WeightFile](), dict[str, Tensor](), list[Conversion]()
+        for adapter in self._adapters():
+            kept = self._kept(adapter, state, "auto")
+            entries, these, computed = _entries(kept, conversions)
+            if {**values, **{key: None for each in others for key in each.targets}}.keys() & {*these, *computed}:
+                raise CheckpointError(f"adapter {adapter!r} has values under keys of another: save them to two folders")
+            files.append(WeightFile(f"{self._prefix(adapter)}adapter_model.safetensors", tuple(entries)))
+            values |= these
+            if computed:
+                others.append(self._computed(adapter, tuple(computed), state))
+        return Drawing(tuple(files), values, tuple(others))
+
+    def _kept(self, adapter: str, state: Mapping[str, Any], embeddings: Any) -> dict[str, Any]:
+        """Return what PEFT saves of `state` for one adapter, with the keys of the file."""
+        from peft import get_peft_model_state_dict
+
+        model = self._model
+        with torch.no_grad(), replaced([*serving(model, state), *_prompt_encoder(model, state)]):
+            kept = get_peft_model_state_dict(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
+        params = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+        return {key: state[params[id(value)]] if id(value) in params else value for key, value in kept.items()}
+
+    def _computed(self, adapter: str, keys: tuple[str, ...], state: Mapping[str, Tensor]) -> Conversion:
         """PEFT computes some entries from the adapter's parameters, for example a prompt's embeddings."""
         model, names = self._model, names_of(self._model)
-        prefix = getattr(model.base_model, "prefix", None)
+        prefix = getattr(getattr(model, "base_model", None), "prefix", None)
         sources = tuple(
             name
             for name in dict.fromkeys(names.values())
@@ -125,14 +184,8 @@ class AdapterFormat:
         )
 
         def convert(values: dict[str, Tensor]) -> dict[str, Tensor]:
-            meta = {name: state[name] for name in sources}
-            whole = {
-                name: values[name].to(device="cpu", dtype=meta[name].dtype).view(meta[name].shape) for name in sources
-            }
-            known = {key: whole.get(names.get(key, key), value) for key, value in state.items()}
-            with tempfile.TemporaryDirectory() as folder, recording(model, known) as record:
-                type(model).save_pretrained(model, folder, state_dict=dict(known), is_main_process=True)
-            made = {key: tensor for _, tensors, _ in record.files for key, tensor in tensors.items()}
+            known = {key: values.get(names.get(key, key), value) for key, value in state.items()}
+            made = self._kept(adapter, known, "auto")
             lost = [key for key in keys if made[key].is_meta]
             if lost:
                 raise CheckpointError(
@@ -141,7 +194,7 @@ class AdapterFormat:
                 )
             return {key: made[key].detach().contiguous() for key in keys}
 
-        return Conversion(sources, tuple(keys), convert)
+        return Conversion(sources, keys, convert)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
@@ -162,14 +215,11 @@ class AdapterFormat:
 
     def _keys(self, adapter: str, embeddings: bool) -> dict[str, str]:
         """Key in the adapter's file -> name in the model, as PEFT itself would save it."""
-        from peft import get_peft_model_state_dict
-
         model = self._model
         if getattr(model.peft_config[adapter], "is_prompt_learning", False):
             return {"prompt_embeddings": f"prompt_encoder.{adapter}.embedding.weight"}  # all that PEFT loads
         state = stand_in_state(model)
-        with replaced(serving(model, state)):
-            kept = get_peft_model_state_dict(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
+        kept = self._kept(adapter, state, embeddings)
         owners = {id(value): name for name, value in state.items()}
         unknown = [key for key, value in kept.items() if id(value) not in owners]
         if unknown:
@@ -183,18 +233,89 @@ class AdapterFormat:
 class InjectedFormat(AdapterFormat):
     """The active adapter of a `PreTrainedModel` (`add_adapter`), as its `save_pretrained` writes it."""
 
-    def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
-        """See `WeightFormat`."""
-        return HubFormat(self._model).draw(state, folder, max_shard_size)
-
     def _adapters(self) -> list[str]:
         return list(self._model.active_adapters()[:1])
 
     def _prefix(self, adapter: str) -> str:
         return ""
 
-    def _keys(self, adapter: str, embeddings: bool) -> dict[str, str]:
-        return {f"base_model.model.{key}": name for key, name in super()._keys(adapter, embeddings).items()}
+    def _kept(self, adapter: str, state: Mapping[str, Any], embeddings: Any) -> dict[str, Any]:
+        kept = super()._kept(adapter, state, embeddings)
+        return {f"base_model.model.{key}": value for key, value in kept.items()}
+
+
+def saves_its_own_way(model: nn.Module) -> bool:
+    """Return whether a model has a `save_pretrained` of its own, which may save other values than the weights."""
+    method = getattr(type(model), "save_pretrained", None)
+    is_stock = str(getattr(method, "__module__", "")).partition(".")[0] in ("transformers", "peft")
+    is_injected = getattr(model, "_hf_peft_config_loaded", False)  # some classes then save the base, too
+    return hub_format(model) is not None and not (
+        method is PreTrainedModel.save_pretrained or (is_stock and not is_injected)
+    )
+
+
+def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
+    """For `replaced`: let `save_pretrained(state_dict={})` write all files but the weights, on one rank.
+
+    Args:
+        model: the model.
+        state: see `WeightFormat.draw`; its dtypes are written to config.json.
+    """
+    dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
+    out = [*serving(model, {}), *own_types(model, dtypes)]
+    if getattr(model, "_hf_peft_config_loaded", False):
+        out.append((model, "get_adapter_state_dict", lambda **_: {}))
+    if "peft.peft_model" in sys.modules:
+        out.append((sys.modules["peft.peft_model"], "get_peft_model_state_dict", lambda *args, **kwargs: {}))
+    return out
+
+
+def _known(model: nn.Module, state: Mapping[str, Any]) -> Conversions:
+    """Return what tells of which parameters a tensor is made."""
+    names, conversions = names_of(model), Conversions()
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            conversions.source(names.get(key, key), value)
+    return conversions
+
+
+def _entries(
+    kept: Mapping[str, Tensor], conversions: Conversions
+) -> tuple[list[Entry], dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of a file, the values of buffers, and what has to be computed."""
+    entries, values, computed = [], {}, {}
+    for key, tensor in kept.items():
+        runs = tuple(conversions.pieces(tensor) or ()) if tensor.is_meta else ()
+        entries.append(Entry(key, dtype_name(tensor.dtype), tuple(tensor.shape), runs))
+        if not tensor.is_meta:
+            values[key] = tensor.detach().cpu()
+        elif not tensor.numel():
+            values[key] = torch.empty_like(tensor, device="cpu")
+        elif not runs:
+            computed[key] = tensor
+    return entries, values, computed
+
+
+def _prompt_encoder(model: Any, state: Mapping[str, Any]) -> Attributes:
+    """For `replaced`: let prompt encoders, whose results PEFT saves, read `state`, without the engine's hooks.
+
+    On meta tensors the result has the right shape only.
+    """
+    out: Attributes = []
+    shapes_only = False
+    for name, module in model.named_modules():
+        if name.startswith("prompt_encoder."):
+            params = {key: state.get(f"{name}.{key}", param) for key, param in module._parameters.items()}
+            shapes_only |= any(value is not None and value.is_meta for value in params.values())
+            if shapes_only:
+                params = {
+                    key: None if each is None else torch.zeros_like(each, device="cpu") for key, each in params.items()
+                }
+            out += [(module, "_parameters", params), (module, "_forward_hooks", {}), (module, "_forward_pre_hooks", {})]
+    if shapes_only:
+        stock = model.get_prompt_embedding_to_save
+        out.append((model, "get_prompt_embedding_to_save", lambda name: torch.empty_like(stock(name), device="meta")))
+    return out
 
 
 # Loading ------------------------------------------------------------------------------------------------------------
