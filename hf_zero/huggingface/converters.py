@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import transformers.core_model_loading as core_loading
 from torch import Tensor
 
 from ..checkpoint.weights import Conversion
 from ..core.layout import Extent
+from ..errors import CheckpointError
 from .stock import replaced
-
-_CORE = "transformers.core_model_loading"  # looked up, not imported: a plain loop needs no transformers
 
 _MIN_RUN_BYTES = 4096
 _FREE_RUNS = 64
@@ -88,13 +87,15 @@ class _Group:
         """Return whether every operation moves elements along another dimension than the last."""
         depths = {tensor.dim() for tensor in self.meta.values()}
         depth = min(depths)
-        stock = sys.modules[_CORE]
         for operation in self.converter.operations:
-            if type(operation) is stock.MergeModulelist and operation.dim == 0:
+            if type(operation) is core_loading.MergeModulelist and operation.dim == 0:
                 depth += 1
-            elif type(operation) is stock.SplitModulelist and operation.dim == 0 and depth > 1:
+            elif type(operation) is core_loading.SplitModulelist and operation.dim == 0 and depth > 1:
                 depth -= 1
-            elif type(operation) not in (stock.Chunk, stock.Concatenate) or not 0 <= operation.dim < depth - 1:
+            elif (
+                type(operation) not in (core_loading.Chunk, core_loading.Concatenate)
+                or not 0 <= operation.dim < depth - 1
+            ):
                 return False
         return len(depths) == 1
 
@@ -113,10 +114,8 @@ class Conversions:
         return tensor
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record every conversion inside. Replaces `WeightConverter.convert` where transformers is loaded."""
-        if _CORE not in sys.modules:
-            return nullcontext()
-        converters = sys.modules[_CORE].WeightConverter
+        """Record every conversion inside. Replaces `WeightConverter.convert`."""
+        converters = core_loading.WeightConverter
         stock = converters.convert
 
         def convert(converter: Any, layer_name: str, **settings: Any) -> Any:
@@ -153,14 +152,19 @@ class Conversions:
             self._placed[id(group)] = group.placed()
         return self._placed[id(group)].get(key)
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` has pieces or comes from a recorded conversion."""
-        return self.pieces(tensor) is not None or _identity(tensor) in self._made
-
     def computed(self, results: Mapping[str, Tensor]) -> list[Conversion]:
-        """The conversions that compute `results`, which have no pieces: one for each recorded call."""
+        """The conversions that compute `results`, which have no pieces: one for each recorded call.
+
+        Raises:
+            CheckpointError: other code has made one of them.
+        """
         groups: dict[int, tuple[_Group, dict[str, str]]] = {}
         for target, tensor in results.items():
+            if _identity(tensor) not in self._made:
+                raise CheckpointError(
+                    f"{target!r} is not made by transformers' weight converters, and hf_zero cannot compute it from shards. "
+                    "Save inside `with zero.unsharded(model):`"
+                )
             group, key, _ = self._made[_identity(tensor)]
             groups.setdefault(id(group), (group, {}))[1][key] = target
         return [
