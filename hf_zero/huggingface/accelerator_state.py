@@ -93,13 +93,13 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self._zero_refuse_each_node()
         self._zero_wait_for_save()
-        form = format_of(model)
+        own = format_of(model)
+        form = StateDictFormat(model) if "model" in own.stems else None  # accelerate's names, or the adapters'
         with open_saving(engine, save_directory) as saving:
-            if "model" in form.stems:
+            if form is not None:
                 with on_all_ranks(engine.wire, f"saving to {saving.target}"):
                     if engine.rank == 0:
-                        form.describe(engine.outline(), saving.folder)
-                form = StateDictFormat(model)
+                        own.describe(engine.outline(), saving.folder)
             stock: Any = super().save_model
             if safe_serialization and stock.__func__ is Accelerator.save_model:
                 put_weights(saving, engine, max_shard_size, form=form)
