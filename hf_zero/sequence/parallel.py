@@ -278,7 +278,8 @@ class SequenceParallel(Observer):
         off = float(self._engine.wire.max_scalar(worst))
         dtypes = {param.dtype for param in model.parameters()} | {self._engine.precision.autocast_dtype}
         rounding = max(torch.finfo(each).eps for each in dtypes if each is not None and each.is_floating_point)
-        if off > max(1e-3, 12 * rounding):
+        exact = 1e-3 if self._engine.context.device.type == "cpu" else 1e-2  # GPUs may round factors to TF32
+        if off > max(exact, 12 * rounding):
             raise ConfigError(
                 f"a forward of {type(model).__name__} on {self.size} parts of a sequence differs from one on the whole, by "
                 f"{off:.1%} on a few tokens. Its tokens meet outside of attention, or it counts positions in its own way: pass "
