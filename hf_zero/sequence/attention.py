@@ -267,6 +267,11 @@ def check_model(model: nn.Module, size: int) -> list[Any]:
                 f"sp_size={size} divides only attention, and {name} has {found}: tokens of different ranks would not meet "
                 "there. Leave sp_size out, or choose a model with full or sliding attention alone"
             )
+        if any(getattr(module, "attn_temperature_tuning", False) for module in each.modules()):
+            raise ConfigError(
+                f"attention of {name} scales queries by positions that it counts itself (attn_temperature_tuning), and under "
+                f"sp_size={size} each rank would count from 0. Leave sp_size out"
+            )
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
                 f"sp_size={size} divides one sequence, and {name} has one of the encoder and one of the decoder. Leave sp_size "

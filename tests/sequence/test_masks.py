@@ -176,10 +176,19 @@ class Shaped(nn.Module):
         return x.unflatten(1, (4, -1))[:, :, 1].repeat_interleave(x.shape[1] // 4, 1)
 
 
+def llama4() -> nn.Module:
+    """It counts positions in layers without rotary embeddings, far beyond the tokens that the first forward compares."""
+    sizes = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size_mlp": 48}
+    options = {"layer_types": ["full_attention"], "no_rope_layers": [0], "num_local_experts": 1}
+    config = transformers.Llama4TextConfig(**sizes, **options, intermediate_size=48, floor_scale=11)
+    return transformers.Llama4ForCausalLM(config)
+
+
 def refused(rank: int, world: int) -> dict[str, str]:
     found = {
         "heads": message(lambda: start(llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=24), 2)),
         "encoder and decoder": message(lambda: start(t5(), 2)),
+        "positions of its own": message(lambda: start(llama4(), 2)),
         "recurrent": message(lambda: start(mamba(), 2)),
         "no transformer": message(lambda: start(nn.Linear(2, 2), 2)),
         "router": message(lambda: start(mixtral(output_router_logits=True), 2)),
@@ -228,6 +237,7 @@ def test_refusals(two: RankPool) -> None:
     for name, text in {
         "heads": "ConfigError: sp_size=2 does not divide the 3 attention heads of LlamaForCausalLM. Choose one of 1, 3",
         "encoder and decoder": "one of the encoder and one of the decoder",
+        "positions of its own": "attn_temperature_tuning",
         "recurrent": "MambaForCausalLM has Conv1d",
         "no transformer": "found Linear, which is none",
         "router": "output_router_logits",
