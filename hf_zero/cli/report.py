@@ -310,9 +310,9 @@ def _verdict(out: dict[str, Any]) -> Iterator[tuple[str, bool | None, str, str]]
     yield "Peak memory", None, size_text(on_device or process), f"{kind}, highest rank"
     yield "Time", None, duration(out["total_s"]), f"{out['steps']:,} steps of {out['ranks'][0]['step_s']:.3g} s"
     is_over, of = out["state"] == "ended", f" of {out['max_steps']:,}" if out["max_steps"] else ""
-    state = f"{'finished after' if is_over else 'in progress or killed:'} step {out['last_step']:,}{of}"
-    state += "" if is_over else f", last written {duration(out['last_written_s_ago'])} ago"
     value = "Check" if wrong else "Finished" if is_over else "Not finished"
+    state = f"{'after' if is_over else 'in progress or killed:'} step {out['last_step']:,}{of}"
+    state += "" if is_over else f", last written {duration(out['last_written_s_ago'])} ago"
     ok = False if wrong else True if is_over else None
     yield "Verdict", ok, value, f"{state}; {', '.join(wrong) or 'memory within the plan'}"
 

@@ -124,7 +124,7 @@ def test_json(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[
     assert sum(rank["parts_s"].values()) == pytest.approx(rank["step_s"], rel=0.5)
     assert out["notes"] == []
     assert out["state"] == "ended"
-    text = f"finished after step {STEPS}; memory within the plan"
+    text = f"after step {STEPS}; memory within the plan"
     assert out["verdict"][-1] == {"topic": "Verdict", "ok": True, "value": "Finished", "text": text}
 
 
