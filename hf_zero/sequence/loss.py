@@ -9,6 +9,7 @@ computes them whole, as the stock head does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config import ZeroConfig
@@ -85,13 +87,13 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        # Released parameters are gathered through their `__torch_function__`: it stays on where a head's weight is read.
+        with nullcontext() if func is F.cross_entropy else torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
             found = _lazily(func, args, kwargs)
             if found is not None:
                 return found
-        # Outside: a head's weight that is released is gathered through its own `__torch_function__`.
         name = getattr(func, "__name__", str(func))
         args, kwargs = tree_map_only(Logits, partial(_value_of, name), (args, kwargs))
         return func(*args, **kwargs)
@@ -209,6 +211,12 @@ class Chunks(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _in_chunks(*args: Any) -> Tensor:
+    """Return `Chunks` of parameters that may be released: of a head whose parent's hooks gathered it, and have ended."""
+    found: Tensor = handle_torch_function(_in_chunks, args, *args) if has_torch_function(args) else Chunks.apply(*args)
+    return found
 
 
 class ChunkedLoss(Observer):
@@ -345,8 +353,7 @@ class ChunkedLoss(Observer):
             if autocast[2]:
                 given = [None if each is None else each.to(autocast[1]) for each in given]
             size = chunk_tokens(head.out_features)
-            made: Tensor = Chunks.apply(*given, target.to(hidden.device), losses, size)
-            return made
+            return _in_chunks(*given, target.to(hidden.device), losses, size)
 
         own = vars(head)
         own["forward"] = forward  # the engine's hooks around it gather the weight, as for the stock forward
