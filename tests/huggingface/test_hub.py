@@ -228,7 +228,7 @@ def damaged(place: Path) -> None:
 
     sys.addaudithook(contact)
     zero.export(trained(place), push_to_hub="user/before")
-    assert contacted == {"127.0.0.1"}
+    assert contacted <= {"127.0.0.1"}, contacted  # none where an earlier upload has left its connection open
     path = trained(place) / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
