@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers.core_model_loading as core_loading
+import transformers.utils.logging
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -263,6 +264,7 @@ def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
     """
     dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
     out = [*serving(model, {}), *own_types(model, dtypes)]
+    out.append((transformers.utils.logging, "_tqdm_active", False))  # it would show a bar of no weights
     if getattr(model, "_hf_peft_config_loaded", False):
         out.append((model, "get_adapter_state_dict", lambda **_: {}))
     if "peft.peft_model" in sys.modules:
