@@ -95,6 +95,12 @@ class SequenceAttention:
         if part is None or args:
             return function(*args, **kwargs)
         if isinstance(kwargs.get("attention_mask"), SequenceMask):  # of the model around this one
+            if part.tokens < part.length and part.causal_mask is None:
+                # Without padding there may be no mask to pass on, and this model would make one of another kind.
+                raise ConfigError(
+                    f"rows of {part.tokens} tokens are no multiple of sp_size={self.group.size}, and a model that passes masks "
+                    "to another takes only those. Pad them, and pass attention_mask"
+                )
             return kwargs["attention_mask"]
         both_ways = "allow_is_bidirectional_skip" in kwargs
         if kwargs["q_length"] != part.local or kwargs["kv_length"] != part.local:

@@ -220,6 +220,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         ("tokens meet elsewhere", llama, Cumulative, batch(0)),
         ("packed rows that the model does not tell apart", gpt_oss, None, first_parts_full),
         ("code for whole sequences", llama, Shaped, batch(0)),
+        ("a mask passed on", paligemma, None, batch(0, 1, 2, 13)),
         ("an output per sample", pretraining, None, {"input_ids": batch(0)["input_ids"]}),
     ):
         model = made(build)
@@ -251,6 +252,7 @@ def test_refusals(two: RankPool) -> None:
         "attentions": "output_attentions",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
         "packed rows that the model does not tell apart": "Its tokens meet outside of attention",
+        "a mask passed on": "rows of 13 tokens are no multiple of sp_size=2",
         "an output per sample": "Its tokens meet outside of attention",
         "code for whole sequences": "on a part of a sequence raises",
     }.items():
