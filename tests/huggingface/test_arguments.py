@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import hf_zero as zero
-from tests.kit.jobs.harness import RANK, Tokens, bert, distance, fresh, gpt2
+from tests.kit.jobs.harness import RANK, Tokens, arguments, bert, distance, fresh, gpt2
 
 pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
@@ -23,15 +23,14 @@ def run(
     """`stage=None` is plain data parallel."""
     fresh()
     settings: dict[str, Any] = {
-        "output_dir": name, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 3,
-        "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "use_cpu": True, "seed": 3, "optim": "adamw_torch",
+        "per_device_eval_batch_size": 2, "max_steps": 3, "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no",
+        "seed": 3, "optim": "adamw_torch",
     }  # fmt: skip
     offload = changes.pop("offload_params", "none")
     if stage is not None:
         offloaded = {"offload_params": offload, "offload_dir": "tier" if offload == "disk" else None}
         settings["parallelism_config"] = zero.ZeroPlugin(stage=stage, **offloaded)
-    args = TrainingArguments(**{**settings, **changes})
+    args = arguments(name, None, **{**settings, **changes})
     data = data or (Tokens(), Tokens(rows=6, seed=8))
     return Trainer(build(), args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
 

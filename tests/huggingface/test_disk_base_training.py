@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.huggingface.conftest import VOCAB, llama
+from tests.huggingface.conftest import llama
 from tests.huggingface.test_disk_bases import IDS, deferred, load, stored_on_disk
+from tests.kit.jobs.harness import Tokens, arguments, fresh
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -278,23 +278,11 @@ def test_adapters_made_of_deferred_weights(kind: str, tier: str, bases: Path, tm
 # The stock Trainer ----------------------------------------------------------------------------------------------------
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(0, VOCAB, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
 def trainer(model: nn.Module, folder: Path, **changes: Any) -> transformers.Trainer:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=4, save_steps=2, logging_steps=1, per_device_train_batch_size=2, report_to=[],
-        use_cpu=True, disable_tqdm=True, max_grad_norm=0.0, **changes,
-    )  # fmt: skip
-    return transformers.Trainer(model=model, args=args, train_dataset=Tokens())
+    fresh()
+    steps = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "max_grad_norm": 0.0}
+    args = arguments(folder, None, **steps, **changes)
+    return transformers.Trainer(model=model, args=args, train_dataset=Tokens(16, 8))
 
 
 def stock_trainer(rank: int, world: int, root: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import hf_zero as zero
-from tests.kit.jobs.harness import Tokens, gpt2
+from tests.kit.jobs.harness import Tokens, arguments, gpt2
 
 STEPS, AT = 5, 3
 
@@ -40,18 +40,9 @@ class Interrupts(TrainerCallback):
 
 
 def trained(folder: Path, *callbacks: Any, steps: int = STEPS) -> Trainer:
-    args = zero.ZeroTrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        lr_scheduler_type="constant",
-        save_steps=AT - 1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        zero_stage=3,
-        zero_offload_optimizer="cpu",
-    )
+    settings = {"max_steps": steps, "lr_scheduler_type": "constant", "save_steps": AT - 1}
+    ours = {"zero_stage": 3, "zero_offload_optimizer": "cpu"}
+    args = arguments(folder, None, zero.ZeroTrainingArguments, **settings, **ours)
     torch.manual_seed(0)
     return Trainer(gpt2(), args, train_dataset=Tokens(), callbacks=list(callbacks))
 

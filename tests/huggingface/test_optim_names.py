@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import hf_zero as zero
-from tests.kit.jobs.harness import Tokens, distance, fresh, gpt2
+from tests.kit.jobs.harness import Tokens, arguments, distance, fresh, gpt2
 
 BITSANDBYTES = (
     "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit",
@@ -34,11 +34,8 @@ REFUSED: dict[str, str | None] = {
 
 def trainer(folder: Path, name: str, stage: int, seed: int = 0, **changes: Any) -> Trainer:
     fresh()
-    args = TrainingArguments(
-        output_dir=str(folder), max_steps=8, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
-        optim=name, parallelism_config=zero.ZeroPlugin(stage=stage), logging_strategy="no", seed=3, learning_rate=1e-2,
-        **changes,
-    )  # fmt: skip
+    settings = {"max_steps": 8, "optim": name, "logging_strategy": "no", "seed": 3, "learning_rate": 1e-2}
+    args = arguments(folder, stage, **settings, **changes)
     wide = gpt2(seed, n_embd=64, n_layer=1)  # 8-bit optimizers leave fewer than 4,096 elements in 32 bits
     return Trainer(wide, args, train_dataset=Tokens())
 

@@ -13,27 +13,22 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import hf_zero as zero
 from hf_zero.cli.main import main
-from tests.kit.jobs.harness import Tokens, gpt2
+from tests.kit.jobs.harness import Tokens, arguments, gpt2
 
 
 def train(folder: Path, callbacks: list[TrainerCallback], resume: bool = False, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
+    settings = {
         "gradient_accumulation_steps": 2,
         "max_steps": 4,
         "logging_steps": 2,
         "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
         "zero_stage": 3,
     }
-    args = zero.ZeroTrainingArguments(**{**settings, **changes})
+    args = arguments(folder, None, zero.ZeroTrainingArguments, **{**settings, **changes})
     trainer = Trainer(gpt2(), args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -119,9 +114,7 @@ def test_reporters_of_a_trainer_that_knows_of_no_plugin(tmp_path: Path) -> None:
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters())
     zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
-    args = TrainingArguments(
-        str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
-    )
+    args = arguments(tmp_path, None, max_steps=2, logging_steps=1, save_strategy="no", per_device_train_batch_size=8)
     seen = Seen()
     trainer = Trainer(
         model,
