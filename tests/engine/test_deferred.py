@@ -55,8 +55,17 @@ def test_numbers_do_not_depend_on_when_messages_move(pools: dict[int, RankPool],
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("roads", LATE)
-@pytest.mark.parametrize(("name", "world"), [(name, n) for name in NAMES for n in PROGRAMS[name].factors["ranks"]])
+@pytest.mark.parametrize(
+    ("name", "world", "roads"),
+    [
+        (name, world, roads)
+        for name in NAMES
+        for world in PROGRAMS[name].factors["ranks"]
+        for roads in LATE
+        # gloo's own collectives refuse slices of several lengths, which NCCL's take.
+        if not (name.startswith("whole_matrices") and "collectives" in roads)
+    ],
+)
 def test_numbers_do_not_depend_on_when_bytes_move(
     pools: dict[int, RankPool], name: str, world: int, roads: str
 ) -> None:
