@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -52,6 +53,8 @@ _ENDING_S = 1.0
 """Time in which a process that loses its connections ends."""
 _LEAVE_S = 0.5
 """Time that a rank takes to report its end."""
+_GLOO_S = 5.0
+"""The longest time that a rank waits at its end for gloo's threads."""
 
 _SAME_STEPS = "Every rank needs the same number of batches, and an exception on one rank ends all"
 _DIVERGED = (
@@ -254,6 +257,23 @@ class Watcher:
             with suppress(OSError):  # no descriptor is left
                 self.question_all(Message(position=self.lanes[""].position(ended=True)), _LEAVE_S)
         self._listener.close()
+        _wait_for_gloo()
+
+
+def _wait_for_gloo() -> None:
+    """Return when gloo's threads run no more, or after `_GLOO_S`.
+
+    They let go of a collective's tensors after its end, which needs Python's lock. At exit that aborts the process, and torch
+    does not wait for them even in `destroy_process_group`.
+    """
+    until = time.perf_counter() + _GLOO_S
+    is_running = True
+    while is_running and time.perf_counter() < until:
+        time.sleep(0.001)  # without the lock
+        is_running = False
+        for file in Path("/proc/self/task").glob("*/stat"):
+            with suppress(OSError):  # the thread has ended
+                is_running |= "(pt_gloo_runloop) R" in file.read_text()
 
 
 class _Lane:
