@@ -119,7 +119,7 @@ class WeightFormat(Protocol):
         ...
 
     def describe(self, state: dict[str, Tensor], folder: Path) -> None:
-        """Write the files beside the weights (config, model card). Runs on rank 0, without communication.
+        """Write all files but the weights (config, model card). Runs on rank 0, without communication.
 
         Args:
             state: see `draw`.

@@ -63,8 +63,8 @@ def put_weights(
     """Write the model's weights in a folder inside the checkpoint, or in the checkpoint itself.
 
     Args:
-        form: names in files, for a caller that has written the files beside the weights; None: those of the model's own
-            format, with these files.
+        form: names in files, for a caller that has written all files but the weights; None: those of the model's own
+            format, and all its files are written.
     """
 
     def draw() -> Drawing:

@@ -273,7 +273,7 @@ def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
 
 
 def _known(model: nn.Module, state: Mapping[str, Any]) -> Conversions:
-    """Return what tells of which parameters a tensor is made."""
+    """Return a new record that knows which parameter each meta tensor of `state` stands for."""
     names, conversions = names_of(model), Conversions()
     for key, value in state.items():
         if isinstance(value, Tensor) and value.is_meta:

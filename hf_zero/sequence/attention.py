@@ -41,7 +41,7 @@ class SequenceMask:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the stock mask: a model that has got a mask asks whether it must make one."""
+        """The shape of the stock mask. A model that gets a mask reads it to decide whether to make one."""
         return (self.part.rows, 1, self.part.local, self.part.local)
 
     @property
@@ -98,8 +98,8 @@ class SequenceAttention:
             if part.tokens < part.length and part.causal_mask is None:
                 # Without padding there may be no mask to pass on, and this model would make one of another kind.
                 raise ConfigError(
-                    f"rows of {part.tokens} tokens are no multiple of sp_size={self.group.size}, and a model that passes masks "
-                    "to another takes only those. Pad them, and pass attention_mask"
+                    f"sp_size={self.group.size} does not divide rows of {part.tokens} tokens. This model passes masks to "
+                    "another model, which needs that. Pad the rows to a multiple, and pass attention_mask"
                 )
             return kwargs["attention_mask"]
         both_ways = "allow_is_bidirectional_skip" in kwargs

@@ -245,7 +245,7 @@ class SequenceParallel(Observer):
             whole = model(**head)
             try:
                 mine = model(**self.local(head))
-            except ZeroError:
+            except (ZeroError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # of the model's own code, which takes whole sequences
                 raise ConfigError(
@@ -323,7 +323,7 @@ class SequenceParallel(Observer):
 
 
 def _values(output: Any, has_labels: bool) -> dict[str, Tensor]:
-    """Return the numbers that a model's forward returns, by name; but for `pooler_output`, which has no meaning for a part."""
+    """Return the numbers that a forward returns, keyed by their names, without `pooler_output`: a part has none."""
     if isinstance(output, tuple):
         output = {"loss" if has_labels and not place else f"{place}": each for place, each in enumerate(output)}
     if not isinstance(output, Mapping):
