@@ -19,6 +19,7 @@ import hf_zero as zero
 from tests.huggingface.accelerate_runs import rank_0_distance, start, train, weights
 from tests.kit.jobs.harness import (
     RANK,
+    SAVED,
     Tokens,
     barrier,
     bert,
@@ -46,12 +47,7 @@ def state_round_trip(stage: int) -> None:
     assert rank_0_distance(mine[0], end[0]) == 0.0
     assert RANK or optimizer_distance(mine[1], end[1]) == 0.0
     assert files_under(folder) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "optimizer/exp_avg.safetensors",
-        "optimizer/exp_avg_sq.safetensors",
-        "optimizer/optimizer.json",
+        *SAVED,
         "random_states_0.pkl",
         "random_states_1.pkl",
         "scheduler.bin",

@@ -20,6 +20,7 @@ from transformers import (
 
 import hf_zero as zero
 from tests.kit.jobs.harness import (
+    SAVED,
     Tokens,
     barrier,
     distance,
@@ -30,12 +31,7 @@ from tests.kit.jobs.harness import (
 
 STEPS = 8
 FOLDER = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "optimizer/exp_avg.safetensors",
-    "optimizer/exp_avg_sq.safetensors",
-    "optimizer/optimizer.json",
+    *SAVED,
     "rng_state_0.pth",
     "rng_state_1.pth",
     "scheduler.pt",

@@ -252,7 +252,7 @@ def test_refusals(two: RankPool) -> None:
         "attentions": "output_attentions",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
         "packed rows that the model does not tell apart": "Its tokens meet outside of attention",
-        "a mask passed on": "rows of 13 tokens are no multiple of sp_size=2",
+        "a mask passed on": "sp_size=2 does not divide rows of 13 tokens",
         "an output per sample": "Its tokens meet outside of attention",
         "code for whole sequences": "on a part of a sequence raises",
     }.items():

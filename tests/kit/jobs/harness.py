@@ -23,6 +23,15 @@ import hf_zero as zero
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+SAVED = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "optimizer/exp_avg.safetensors",
+    "optimizer/exp_avg_sq.safetensors",
+    "optimizer/optimizer.json",
+]
+"""What a checkpoint of GPT-2 and AdamW has, whichever library asked for it."""
 
 _found: dict[str, Any] = {}
 
