@@ -440,12 +440,13 @@ def failed(folder: Path, arguments: tuple[str, ...], timeout_s: float) -> str:
         return f"no end within {timeout_s:.0f} s"
     if done.returncode == 0:
         return ""
-    if done.returncode != 1:  # not a test that failed: no test fits, a file is not there, pytest itself broke
+    is_stopped = done.returncode == 2 and "stopping after 1 failures" in done.stdout  # by a test that failed, under xdist
+    if done.returncode != 1 and not is_stopped:  # no test fits, a file is not there, pytest itself broke
         raise SystemExit(
             f"pytest {' '.join(arguments)} ended with {done.returncode}: {done.stdout[-300:]} {done.stderr[-300:]}"
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return lines[0] if lines else f"pytest ended with 1: {done.stdout[-300:]}"
+    return lines[0] if lines else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
 
 
 def main() -> int:
