@@ -440,7 +440,9 @@ def failed(folder: Path, arguments: tuple[str, ...], timeout_s: float) -> str:
         return f"no end within {timeout_s:.0f} s"
     if done.returncode == 0:
         return ""
-    is_stopped = done.returncode == 2 and "stopping after 1 failures" in done.stdout  # by a test that failed, under xdist
+    is_stopped = (
+        done.returncode == 2 and "stopping after 1 failures" in done.stdout
+    )  # by a test that failed, under xdist
     if done.returncode != 1 and not is_stopped:  # no test fits, a file is not there, pytest itself broke
         raise SystemExit(
             f"pytest {' '.join(arguments)} ended with {done.returncode}: {done.stdout[-300:]} {done.stderr[-300:]}"
