@@ -424,7 +424,7 @@ class Engine:
         if self.context.away:
             self.context.check()
         self.schedule.quiesce()
-        with suppress(ZeroError):  # a step that failed: everything is written again
+        with suppress(Exception):  # of a step that failed, also the optimizer's own: everything is written again
             self.wait_for_host_steps()
         with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
             for event in self.events.before_save:

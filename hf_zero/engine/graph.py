@@ -1,9 +1,13 @@
-"""Autograd's graph as the schedule sees it: the tensors in a module's output, and the nodes that made them."""
+"""Autograd's graph as the schedule sees it: the tensors in a module's output, and the nodes that made them.
+
+And the calls of modules that run: torch calls no hook at the end of a forward that Ctrl-C ends.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
@@ -61,6 +65,16 @@ def _inside(value: Any, depth: int) -> list[Any]:
     if is_dataclass(value):
         return [getattr(value, each.name, None) for each in fields(value)]
     return list(vars(value).values()) if depth < _OBJECT_DEPTH and hasattr(value, "__dict__") else []
+
+
+def calls_of(modules: Collection[nn.Module | None]) -> int:
+    """Return how many calls of these modules run in this thread, those inside one another included."""
+    count, frame = 0, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] in modules:
+            count += 1
+    return count
 
 
 def nodes_of(tensors: list[Tensor], first: int) -> list[Any]:

@@ -78,11 +78,21 @@ class Stepper:
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Return when no update runs."""
+        """Return when no update runs.
+
+        Raises:
+            BaseException: see `Unit.wait_for_step`. No update runs then, either.
+        """
         if self._is_running:
+            failed: Exception | None = None
             for unit in self._units:
-                unit.wait_for_step()
+                try:
+                    unit.wait_for_step()
+                except Exception as error:
+                    failed = failed or error
             self._is_running = False
+            if failed is not None:
+                raise failed
 
     def prepare(self, binding: Binding) -> None:
         """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""

@@ -27,7 +27,7 @@ from ..core.units import is_plain_embedding
 from ..errors import StallError, StateError
 from .bucket import have_local
 from .context import Context
-from .graph import GONE, backward_id, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
+from .graph import GONE, backward_id, calls_of, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
 from .reduces import Reduces
 from .tape import HIGHEST, Tape, Token, Use, Walk
 from .unit import State, Unit
@@ -104,6 +104,8 @@ class Schedule:
         if backward_id() >= 0:
             return
         self.recover()
+        if self._depth:  # the model calls itself, or Ctrl-C ended its last forward
+            self._depth = min(self._depth, calls_of([module]) - 1)
         self._depth += 1
         if self._depth > 1:
             return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 _MASK_BITS = 30
-"""Uses of one unit that the ranks tell apart; further ones count as reachable."""
+"""Uses of one unit whose tokens an agreement has. If tokens of further ones are gone, the ranks exchange all."""
 HIGHEST = (1 << 31) - 1
 """The highest number of an agreement."""
 
@@ -197,17 +197,20 @@ class Tape:
     ) -> Callable[[], list[Unit]]:
         masks, seen = [0] * len(units), [0] * len(units)
         numbers: list[tuple[Use, int]] = []
+        has_further = False
         for use in self.uses:
-            index = use.index
-            numbers.append((use, seen[index]))
-            if seen[index] < _MASK_BITS and use.is_reachable:
-                masks[index] |= 1 << seen[index]
+            index, number = use.index, seen[use.index]
+            numbers.append((use, number))
             seen[index] += 1
+            if use.is_reachable:
+                masks[index] |= 1 << number
+            elif number >= _MASK_BITS:
+                has_further = True
         every = (1 << _MASK_BITS) - 1
         # The maximum of the masks and of their complements: equal on every rank exactly if the two are complements.
-        others = [every & ~mask for mask in masks]
+        first, others = [every & mask for mask in masks], [every & ~mask for mask in masks]
         reads = bool([use for use in self.uses if use.is_lookup and use.reads])
-        answer = wire.start_maximum([*masks, *others, reads, *marks])
+        answer = wire.start_maximum([*first, *others, has_further, reads, *marks])
 
         def units_in_order() -> list[Unit]:
             found = answer()
@@ -216,17 +219,17 @@ class Tape:
             if found.pop():  # all ranks gather for it, in one order
                 for use in self.uses:
                     use.reads = True
-            agreed = found[: len(units)]
-            if [every & ~low for low in found[len(units) :]] != agreed:
+            agreed = masks
+            if found.pop() or [every & ~low for low in found[len(units) :]] != found[: len(units)]:
                 agreed = [0] * len(units)
                 for theirs in wire.exchange(masks):
                     agreed = [mine | other for mine, other in zip(agreed, theirs)]
             for use, number in numbers:
-                use.is_listed = number >= _MASK_BITS or bool(agreed[use.index] >> number & 1)
+                use.is_listed = bool(agreed[use.index] >> number & 1)
             self.uses = [use for use in self.uses if use.is_listed]
-            first: dict[int, int] = {}
+            opened: dict[int, int] = {}
             for use in self.uses:
-                first.setdefault(use.index, use.opened)
-            return [units[index] for index in sorted(first, key=first.__getitem__, reverse=True)]
+                opened.setdefault(use.index, use.opened)
+            return [units[index] for index in sorted(opened, key=opened.__getitem__, reverse=True)]
 
         return units_in_order

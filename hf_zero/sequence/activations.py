@@ -25,7 +25,7 @@ from ..comm.inflight import DONE, Inflight
 from ..config import ZeroConfig
 from ..engine.context import Context
 from ..engine.engine import Engine
-from ..engine.graph import GONE, backward_id, tensors_in
+from ..engine.graph import GONE, backward_id, calls_of, tensors_in
 from ..engine.observer import Observer
 from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.array import DiskArray, OnDisk
@@ -141,6 +141,7 @@ class Activations(Observer):
             self._storage.uses_disk = True
         model = engine.model
         inner = [each for each in model.modules() if hasattr(each, "main_input_name") and each is not model]
+        self._hooked = [weakref.ref(each) for each in (model, *inner)]
         for each in (model, *inner):
             self._handles.append(each.register_forward_pre_hook(self._before, prepend=True))
             self._handles.append(each.register_forward_hook(self._after, prepend=True, always_call=True))
@@ -158,8 +159,8 @@ class Activations(Observer):
     def _before(self, module: nn.Module, args: Any) -> None:
         if backward_id() >= 0:  # a recomputation: what it saves is needed at once
             return
-        if module is self._root() and self._depth:  # Ctrl-C ended a forward
-            self._depth = 0
+        if self._depth:  # inside another one, or Ctrl-C ended that
+            self._depth = min(self._depth, calls_of([each() for each in self._hooked]) - 1)
         self._depth += 1
         if self._depth == 1:
             self._undo.close()

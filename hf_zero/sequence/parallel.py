@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import ZeroConfig
 from ..engine.engine import Engine
-from ..engine.graph import backward_id
+from ..engine.graph import backward_id, calls_of
 from ..engine.observer import Observer
 from ..errors import ConfigError, RankMismatchError, StateError, ZeroError
 from .attention import SequenceAttention, check_model
@@ -68,7 +68,8 @@ class SequenceParallel(Observer):
             return
         model = self._engine.model
         inner = [each for each in model.modules() if hasattr(each, "main_input_name") and each is not model]
-        for each in (model, *inner):
+        self._hooked = (model, *inner)
+        for each in self._hooked:
             # Prepended after the engine's: the engine sees divided arguments and the loss over all ranks.
             self._handles.append(each.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             self._handles.append(each.register_forward_hook(self._after, prepend=True, always_call=True))
@@ -191,9 +192,12 @@ class SequenceParallel(Observer):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if backward_id() >= 0:  # a recomputation: its masks know their part
             return None
+        if self._depth:  # inside another one, or Ctrl-C ended that
+            self._depth = min(self._depth, calls_of(self._hooked) - 1)
         if self._depth:
             self._depth += 1
             return None
+        self._part = self._attention.active = None
         part = part_of(kwargs)
         kwargs = dict(kwargs)
         items = kwargs.pop("num_items_in_batch", None)
