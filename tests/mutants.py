@@ -321,8 +321,8 @@ MUTANTS = (
     Mutant(
         "a read does not wait for the offloaded step under way",
         "engine/host_step.py",
-        "        if self._is_running:\n            for unit in self._units:",
-        "        if self._units is None:\n            for unit in self._units:",
+        "        if self._is_running:\n            failed:",
+        "        if self._units is None:\n            failed:",
     ),
     Mutant(
         "a step that raised leaves the state that it made",

@@ -59,6 +59,9 @@ class GroupGradients(Observer):
         self._forget()
         self._report(False, optimizer)
 
+    def step_paused(self, optimizer: torch.optim.Optimizer) -> None:
+        self._report(True, optimizer)
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._report(True, optimizer)
 

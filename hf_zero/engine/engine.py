@@ -181,6 +181,7 @@ class Engine:
                     span.publish()
 
             self.schedule.quiesce()
+            self.wait_for_host_steps()
             if not self.context.frees:  # user code did not write what this rank's parts of full parameters show
                 for unit in self.units:
                     for event in self.events.writes_dropped:

@@ -125,7 +125,7 @@ def shard(
         raise ConfigError(made.shortfall)
     context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
     context.kept = frozenset(made.kept)
-    storage.uses_disk = any(_on_disk(placement) for placement in made.placements)
+    storage.uses_disk = config.offload_activations == "disk" or any(map(_on_disk, made.placements))
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers), shows_grads=bool(events.segment_grad_read))

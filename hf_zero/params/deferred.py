@@ -24,7 +24,7 @@ from ..tiers.disk import Disk
 from ..tiers.fingerprint import digest
 from .deferred_parameter import copy_deferred, show_closed
 
-_TAG = 1 << 20  # above every span's index
+_TAG = 1 << 16  # above every span's index, and below the highest that a wire takes
 _STORED_BYTES = 64 << 10  # smaller parts stay in memory
 OWN = -1
 """The digest of values of which one rank wrote its part alone."""

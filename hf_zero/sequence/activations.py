@@ -136,9 +136,6 @@ class Activations(Observer):
         self._context: Callable[[], Context | None] = weakref.ref(context)  # graphs hold this observer
         self._storage, self._device = context.storage, context.device
         self._buffers = HostBuffers(context.storage)
-        if self._tier == "disk":
-            _ = self._storage.disk  # opens the file
-            self._storage.uses_disk = True
         model = engine.model
         inner = [each for each in model.modules() if hasattr(each, "main_input_name") and each is not model]
         self._hooked = [weakref.ref(each) for each in (model, *inner)]

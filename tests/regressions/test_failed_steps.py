@@ -211,6 +211,26 @@ def test_an_interrupt_on_one_rank_leaves_all_at_the_same_step(two: RankPool, tmp
     two.run(one_interrupted, str(tmp_path))
 
 
+def clipped_after(rank: int, world: int, folder: str) -> None:
+    """After a step that raised, the groups' gradients have the norm over all ranks, as before it."""
+    for place in ("stage 2", "stage 3"):
+        clean, loop = (Loop(rank, place, folder, is_custom=True) for _ in range(2))
+        norms = []
+        for each in (clean, loop):
+            each.micro(0)
+            if each is loop:
+                each.optimizer.plan(0, "before", throw)
+                with pytest.raises(Failed):
+                    each.optimizer.step()
+            params = [param for group in each.optimizer.param_groups for param in group["params"]]
+            norms.append(torch.nn.utils.clip_grad_norm_(params, 1e9))
+        assert torch.equal(*norms), (place, norms)
+
+
+def test_gradients_are_clipped_after_a_step_that_raised(two: RankPool, tmp_path: Any) -> None:
+    two.run(clipped_after, str(tmp_path))
+
+
 # Half done ----------------------------------------------------------------------------------------------------------------
 
 

@@ -234,3 +234,26 @@ def test_a_full_disk(two: RankPool, tmp_path: Path, stage: int, call: str) -> No
     for text in two.run(broken, tmp_path, stage, call):
         assert "rank 1" in text
         assert "No space left" in text
+
+
+def without_a_folder(rank: int, world: int, folder: Path) -> str:
+    """The folder of one rank is a file; both ranks raise, and the model can be sharded afterwards."""
+    wrong = folder / "file"
+    wrong.touch()
+    model = MODELS["llama"]()
+    optimizer = adamw(model)
+
+    def shard(where: Path) -> zero.Engine:
+        config = zero.ZeroConfig(stage=3, offload_activations="disk", offload_dir=str(where), stall_s=20)
+        return zero.shard(model, optimizer, config)
+
+    with pytest.raises(zero.ZeroError) as raised:
+        shard(wrong if rank == 1 else folder)
+    shard(folder).detach()
+    return str(raised.value)
+
+
+@pytest.mark.gloo
+def test_a_folder_that_one_rank_cannot_use(two: RankPool, tmp_path: Path) -> None:
+    for text in two.run(without_a_folder, tmp_path):
+        assert "rank 1" in text
