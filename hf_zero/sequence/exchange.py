@@ -54,7 +54,7 @@ class SequenceGroup:
 
 
 class Exchange(torch.autograd.Function):
-    """`SequenceGroup.swap` with a gradient: the backward swaps the other way."""
+    """`SequenceGroup.swap` with gradients of any order: the backward swaps the other way."""
 
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, split: int, joined: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -63,8 +63,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        group, split, joined = ctx.arguments
-        return None, None, None, *group.swap(gradients, split, joined)
+        return None, None, None, *Exchange.apply(*ctx.arguments, *gradients)
 
 
 def exchange(group: SequenceGroup, split: int, joined: int, *tensors: Tensor) -> list[Tensor]:

@@ -96,6 +96,33 @@ def test_accumulation(two: RankPool) -> None:
         assert max(found) < 1e-6
 
 
+def twice_differentiated(rank: int, world: int) -> float:
+    """A penalty on the gradient of embeddings, of which each rank has that of its tokens."""
+    given = batch(0)
+    found = []
+    for size in (1, world):
+        model: Any = made(llama, attn_implementation="eager")  # other implementations have no second derivative
+        embeddings = model.get_input_embeddings()(given["input_ids"]).detach().requires_grad_()
+        arguments: dict[str, Any] = {"inputs_embeds": embeddings, "labels": given["labels"]}
+        if size > 1:
+            engine = start(model, size, 1)
+            arguments = engine.local_sequence(arguments)
+        loss = model(**arguments).loss
+        (gradient,) = torch.autograd.grad(loss, embeddings, create_graph=True)
+        # Each rank's gradient is that of its part of the loss, times the ranks over which gradients are averaged.
+        (loss + (gradient / size).square().sum() * size * 100).backward()
+        if size == 1:
+            wanted, gradients = loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        else:
+            found.append(error(model, loss.detach(), wanted, gradients))
+            engine.detach()
+    return max(found)
+
+
+def test_second_derivatives(two: RankPool) -> None:
+    assert max(two.run(twice_differentiated)) < 1e-5
+
+
 def exchanged(rank: int, world: int) -> tuple[int, int]:
     model = made(llama)
     engine = start(model, 2)
