@@ -127,6 +127,8 @@ class SequenceParallel(Observer):
         elif self._config.debug and self.size > 1:
             self._compare(named, None)
         wire = self._engine.wire
+        if num_items_in_batch is None:
+            num_items_in_batch = batch.get("num_items_in_batch")
         if num_items_in_batch is not None:
             part.total = num_items_in_batch
         elif part.count is not None:

@@ -79,7 +79,12 @@ def accumulated(rank: int, world: int) -> list[float]:
         engine = start(model, size)
         seen = torch.zeros(())
         for number, row in enumerate(steps):
-            out = model(**engine.local_sequence(row[rank // size], num_items_in_batch=total))
+            given: dict[str, Any] = {**row[rank // size]}
+            if number == 1:
+                local = engine.local_sequence({**given, "num_items_in_batch": total})
+            else:
+                local = engine.local_sequence(given, num_items_in_batch=total)
+            out = model(**local)
             if number < len(steps) - 1:
                 with engine.no_sync():
                     out.loss.backward()
