@@ -269,9 +269,12 @@ class SequenceParallel(Observer):
             found = parts.get(name, worst)
             if name == "loss":  # the mean over the labels of all groups
                 labels = head["labels"][:, 1:] if self._shifts else head["labels"]
-                both = torch.stack([(labels >= 0).sum().to(wanted), wanted * (labels >= 0).sum()]).to(worst.device)
+                labelled = (labels >= 0).sum()
+                # Without labels, a row that is nearly all padding, the mean is NaN, and divided forwards return 0.
+                summed = (wanted * labelled).where(labelled > 0, 0)
+                both = torch.stack([labelled.to(wanted), summed]).to(worst.device)
                 count, total = self._engine.wire.sum_scalar(both)
-                wanted = total / count
+                wanted = total / count.clamp(min=1)
             elif wanted.dim() > 1 and found.dim() > 1 and wanted.shape[1] == found.shape[1] * self.size:
                 wanted = wanted.chunk(self.size, 1)[index]
                 if "attention_mask" in head:

@@ -72,7 +72,8 @@ def given(kind: str) -> dict[str, Any]:
         made["position_ids"] = torch.tensor([[*range(5), *range(7)], [*range(3), *range(4), *range(5)]])
     elif kind != "full":
         made["attention_mask"] = torch.ones(2, length, dtype=torch.long)
-        made["attention_mask"][1, slice(0, 5) if kind.startswith("left") else slice(8, length)] = 0
+        first = {"left": slice(0, 5), "left odd": slice(0, 5), "one token": slice(1, length)}
+        made["attention_mask"][1, first.get(kind, slice(8, length))] = 0
         made["labels"][made["attention_mask"] == 0] = -100
     return made
 
@@ -100,6 +101,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
     ),
     "llama left odd": (llama, {}, "left odd", True),
     "llama left odd eager": (llama, {"attn_implementation": "eager"}, "left odd", True),
+    "llama with a row of one token, which has no label": (llama, {}, "one token", True),
     "gpt2 right eager": (gpt2, {"n_head": 4, "attn_implementation": "eager"}, "right", True),
     "mixtral packed": (mixtral, {}, "packed", True),
     "mixtral left": (mixtral, {}, "left", True),
