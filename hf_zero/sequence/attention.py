@@ -32,6 +32,15 @@ _HARMLESS = {"position_ids", "labels", "shift_labels", "num_items_in_batch", "ca
 """Tensors that models pass to attention, which does not read them or gets them for the whole sequence."""
 
 
+class _Name(str):
+    """Name of an implementation of ours. Copies of a configuration, which may outlive it, get the chosen one's."""
+
+    chosen: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return str, (self.chosen,)
+
+
 @dataclass(eq=False)
 class SequenceMask:
     """The mask of a whole sequence, in the form that the chosen implementation takes, and whose part this rank computes."""
@@ -71,7 +80,8 @@ class SequenceAttention:
         number = next(_NUMBERS)
         for config in configs:
             chosen = config._attn_implementation or "eager"
-            name = f"hf_zero_{number}_{chosen}"
+            name = _Name(f"hf_zero_{number}_{chosen}")
+            name.chosen = chosen
             for interface, function in (
                 (ALL_ATTENTION_FUNCTIONS, torch.compiler.disable(partial(self._attend, chosen))),
                 (ALL_MASK_ATTENTION_FUNCTIONS, partial(self._mask, chosen)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -126,6 +127,21 @@ def twice_differentiated(rank: int, world: int) -> float:
 
 def test_second_derivatives(two: RankPool) -> None:
     assert max(two.run(twice_differentiated)) < 1e-5
+
+
+def copied(rank: int, world: int) -> list[float]:
+    """Copies of a model, and models of its configuration, which are used once the engine has gone."""
+    model: Any = made(llama)
+    engine = start(model, world)
+    config, copies = copy.deepcopy(model.config), [copy.deepcopy(model)]
+    engine.detach()
+    copies.append(made(lambda: type(model)(config)))
+    return [float(each(**batch(0)).loss) for each in (model, *copies)]
+
+
+def test_copies_outlive_the_engine(two: RankPool) -> None:
+    for losses in two.run(copied):
+        assert losses == [losses[0]] * 3
 
 
 def exchanged(rank: int, world: int) -> tuple[int, int]:
