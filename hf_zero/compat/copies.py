@@ -112,18 +112,18 @@ def _strip(root: nn.Module) -> list[tuple[Table, Table]]:
         flags: list[Table] = []
         for name, table in [*module.__dict__.items()]:
             if isinstance(table, dict) and name.endswith("_hooks"):
-                found = {key for key, value in table.items() if _is_ours(value)}
+                found = {key for key, value in table.items() if is_ours(value)}
                 drop(table, found)
                 gone |= found
             elif isinstance(table, dict) and "_hooks_" in name:  # which hooks take keywords, or are always called
                 flags.append(table)
         for table in flags:
             drop(table, gone & set(table))
-        drop(module.__dict__, {key for key, value in module.__dict__.items() if _is_ours(value)})
+        drop(module.__dict__, {key for key, value in module.__dict__.items() if is_ours(value)})
     return taken
 
 
-def _is_ours(value: Any) -> bool:
+def is_ours(value: Any) -> bool:
     """Return whether a hook or an attribute of a module is the engine's, however it is wrapped."""
     if isinstance(value, (Tensor, nn.Module, dict)):
         return False

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..compat.copies import is_ours
 from ..config import ZeroConfig
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
@@ -288,6 +289,14 @@ class ChunkedLoss(Observer):
         tokens = hidden.numel() // head.in_features
         if self._mode == "auto" and tokens * head.out_features * 4 <= LOSS_BYTES:
             return head._call_impl(*args, **kwargs)
+        hooks = head._forward_hooks, head._backward_hooks, head._backward_pre_hooks
+        if not all(is_ours(hook) for table in hooks for hook in table.values()):
+            if self._mode == "auto":
+                return head._call_impl(*args, **kwargs)
+            raise ConfigError(
+                "the model's head has hooks of user code, which wait for logits and their gradients, and chunked_loss=True "
+                "does not compute these. Remove the hooks, or leave chunked_loss out"
+            )
         state = _autocast_of(hidden)
         dtype = state[1] if state[2] else torch.promote_types(hidden.dtype, head.weight.dtype)
         return Logits.of(Source(self, head, state, self._number), hidden, (), dtype)

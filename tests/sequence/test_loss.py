@@ -289,6 +289,26 @@ def headed() -> nn.Module:
     return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["lm_head"]))  # type: ignore[arg-type]
 
 
+def test_hooks_of_a_head() -> None:
+    """They see and change logits, which are never made in chunks."""
+    losses = []
+    for chunked in (False, "auto"):
+        model, engine = start(llama, chunked)
+        model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
+        with patch("hf_zero.sequence.loss.LOSS_BYTES", 0):
+            losses.append(float(model(**data(0, 0)).loss.detach()))
+        engine.detach()
+    assert losses[0] == losses[1]
+    model, engine = start(llama, True)
+    for register in (model.lm_head.register_forward_hook, model.lm_head.register_full_backward_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(zero.ConfigError, match="head has hooks of user code"):
+            model(**data(0, 0))
+        handle.remove()
+    assert torch.isfinite(model(**data(0, 0)).loss)
+    engine.detach()
+
+
 def test_refusals() -> None:
     for build, found in ((partial(nn.Linear, 4, 4), "no output embedding"), (headed, "has Linear")):
         with pytest.raises(zero.ConfigError, match=found):
