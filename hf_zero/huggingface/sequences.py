@@ -120,12 +120,32 @@ class DividesSequences(TrainerBase):
         engine: Engine | None = engine_of(self.model)
         if engine is None or self._zero_sp_size == 1 or not (self.model.training and torch.is_grad_enabled()):
             return inputs
+        parallel = engine.observer(SequenceParallel)
         if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ConfigError(parallel.own_loss("label_smoothing_factor or compute_loss_func"))
+        if self.neftune_noise_alpha is not None:
             raise ConfigError(
-                "label_smoothing_factor and compute_loss_func compute a loss outside of the model, which "
-                f"sp_size={self._zero_sp_size} cannot weigh by the tokens of all ranks. Leave them out"
+                "neftune_noise_alpha adds noise by the length of a sample, and each rank sees a part of it under "
+                f"sp_size={self._zero_sp_size}. Leave it out"
             )
+        parallel.check_labels(inputs)
         return engine.local_sequence(inputs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as the Trainer's class does, which must give the model its labels.
+
+        Raises:
+            ConfigError: it kept them back, to compute a loss from this rank's logits.
+        """
+        found = super().compute_loss(*args, **kwargs)
+        engine: Engine | None = engine_of(self.model)
+        if (
+            engine is not None
+            and (parallel := engine.observer(SequenceParallel)).was_divided
+            and not parallel.has_labels
+        ):
+            raise ConfigError(parallel.own_loss(f"compute_loss of {type(self).__name__}"))
+        return found
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as the stock Trainer does, which counts labels as if ranks of a group had the same samples here, too."""

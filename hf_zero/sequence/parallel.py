@@ -30,7 +30,10 @@ class SequenceParallel(Observer):
     Attributes:
         automatic: divide what a prepared loader gives a forward in training.
         was_divided: whether the last forward was.
+        has_labels: whether it got labels.
     """
+
+    has_labels = False
 
     def __init__(self, config: ZeroConfig) -> None:
         self._config = config
@@ -138,6 +141,21 @@ class SequenceParallel(Observer):
             local["num_items_in_batch"] = part.total
         return local
 
+    def check_labels(self, batch: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: without labels, user code computes a loss from the outputs, which are those of this rank's tokens.
+        """
+        if batch.get("labels") is None and batch.get("shift_labels") is None:
+            raise ConfigError(self.own_loss("a batch without labels"))
+
+    def own_loss(self, found: str) -> str:
+        """Return the message for a loss that the model does not compute."""
+        return (
+            f"{found}: a loss that is computed outside of the model counts the tokens of one rank, and sp_size={self.size} "
+            "divides each sample among several. Let the model compute it from labels, or leave sp_size out"
+        )
+
     @property
     def _shifts(self) -> bool:
         """Return True if the model's loss compares each token with the next label, transformers' default."""
@@ -212,6 +230,7 @@ class SequenceParallel(Observer):
                     f"a forward of {type(module).__name__} trains on whole sequences, with sp_size={self.size}. Call "
                     "model(**engine.local_sequence(batch)), or model(**batch) with the keywords of a prepared loader's batch"
                 )
+            self.check_labels(kwargs)
             kwargs = self.local(kwargs, items)
             kwargs.pop("num_items_in_batch", None)
             part = part_of(kwargs)
@@ -226,6 +245,7 @@ class SequenceParallel(Observer):
             self._probe()
         self._part = self._attention.active = part
         self._depth, self._items, self.was_divided = 1, items, True
+        self.has_labels = kwargs.get("labels") is not None
         self._attention.calls = 0
         return args, kwargs
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
@@ -41,7 +43,9 @@ def rows(count: int, seed: int, *, even: bool = False) -> list[dict[str, list[in
     return found
 
 
-def trainer(folder: str, size: int, steps: int = 3, rank_world: int = 1, **more: Any) -> Trainer:
+def trainer(
+    folder: str, size: int, steps: int = 3, rank_world: int = 1, cls: type[Trainer] = Trainer, **more: Any
+) -> Trainer:
     """A stock Trainer with 8 rows per step, of one process or of groups of `size` ranks."""
     AcceleratorState._reset_state(True)
     torch.manual_seed(5)
@@ -52,7 +56,7 @@ def trainer(folder: str, size: int, steps: int = 3, rank_world: int = 1, **more:
         logging_steps=1, save_steps=2, report_to=[],
         disable_tqdm=True, include_num_input_tokens_seen="non_padding", **plugin, **more,
     )  # fmt: skip
-    return Trainer(llama(), args, data_collator=collate, train_dataset=rows(28, 1), eval_dataset=rows(8, 2, even=True))  # type: ignore[arg-type]
+    return cls(llama(), args, data_collator=collate, train_dataset=rows(28, 1), eval_dataset=rows(8, 2, even=True))  # type: ignore[arg-type]
 
 
 def trained(rank: int, world: int, folder: str, size: int) -> dict[str, Any]:
@@ -129,3 +133,74 @@ def test_an_accelerate_loop(pools: dict[int, RankPool]) -> None:
             assert found["words"].tolist() == wanted["words"].tolist()
             loss = wanted["loss"].view(len(found["loss"]), -1).mean(1)
             torch.testing.assert_close(found["loss"], loss, rtol=2e-5, atol=0)
+
+
+class OwnLoss(Trainer):
+    """As transformers' documentation has it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class Penalized(Trainer):
+    """The model's loss and a term over weights."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss: Any = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss + 0.01 * model.lm_head.weight.square().mean()
+
+
+def without_labels(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    return {name: each for name, each in collate(rows).items() if name != "labels"}
+
+
+def refused(rank: int, world: int, folder: str) -> dict[str, str]:
+    """The named error of each Trainer, and of a loop."""
+    found = {}
+    for name, cls, options in (
+        ("own", OwnLoss, {}),
+        ("penalized", Penalized, {}),
+        ("smoothing", Trainer, {"label_smoothing_factor": 0.1}),
+        ("noise", Trainer, {"neftune_noise_alpha": 5.0}),
+        ("labels", Trainer, {"data_collator": without_labels}),
+    ):
+        collator = options.pop("data_collator", collate)
+        it = trainer(f"{folder}/{name}", world, 1, world, cls, **options)
+        it.data_collator = collator
+        try:
+            it.train()
+            found[name] = ""
+        except zero.ConfigError as error:
+            found[name] = str(error)
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2, sp_size=world))
+    model: Any = llama()
+    loader: Any = DataLoader(rows(2, 1), batch_size=2, collate_fn=without_labels)  # type: ignore[arg-type]
+    model, loader = accelerator.prepare(model, loader)
+    for batch in loader:
+        try:
+            model(**batch)
+        except zero.ConfigError as error:
+            found["loop"] = str(error)
+    return found
+
+
+def test_losses_outside_of_the_model(two: RankPool, tmp_path: Path) -> None:
+    first, second = two.run(refused, str(tmp_path))
+    assert first == second
+    assert first.pop("penalized") == ""
+    assert first.pop("noise").startswith("neftune_noise_alpha")
+    for name, what in {
+        "own": "compute_loss of ",
+        "smoothing": "label_smoothing_factor",
+        "labels": "a batch without labels",
+        "loop": "a batch without labels",
+    }.items():
+        assert re.match(f"{what}.*outside of the model", first[name]), name
