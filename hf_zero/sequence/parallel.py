@@ -369,7 +369,7 @@ def _window(batch: Mapping[str, Any], most: int) -> dict[str, Any] | None:
     row, first, mask, positions = 0, 0, batch.get("attention_mask"), batch.get("position_ids")
     if isinstance(mask, Tensor):
         row = int(mask.sum(1).argmin())
-        first = min(max(int(mask[row].argmax()) - most // 4, 0), ids.shape[1] - most)
+        first = min(max(int(mask[row].int().argmax()) - most // 4, 0), ids.shape[1] - most)
     elif isinstance(positions, Tensor) and positions.dim() == 2 and (positions.diff() <= 0).any():
         row, start = (positions.diff() <= 0).nonzero()[0].tolist()
         first = min(max(start + 1 - most // 2, 0), ids.shape[1] - most)

@@ -75,6 +75,8 @@ def given(kind: str) -> dict[str, Any]:
         first = {"left": slice(0, 5), "left odd": slice(0, 5), "one token": slice(1, length)}
         made["attention_mask"][1, first.get(kind, slice(8, length))] = 0
         made["labels"][made["attention_mask"] == 0] = -100
+        if kind == "boolean":
+            made["attention_mask"] = made["attention_mask"].bool()
     return made
 
 
@@ -102,6 +104,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
     "llama left odd": (llama, {}, "left odd", True),
     "llama left odd eager": (llama, {"attn_implementation": "eager"}, "left odd", True),
     "llama with a row of one token, which has no label": (llama, {}, "one token", True),
+    "llama with a boolean mask": (llama, {}, "boolean", True),
     "gpt2 right eager": (gpt2, {"n_head": 4, "attn_implementation": "eager"}, "right", True),
     "mixtral packed": (mixtral, {}, "packed", True),
     "mixtral left": (mixtral, {}, "left", True),
