@@ -158,11 +158,16 @@ class Engine(core.Engine):
                 the step's only backward; a collective then.
 
         Raises:
-            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`.
+            ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`; `sp_size`.
 
         Example:
             >>> engine.weigh(model(**batch).loss, weight=len(batch["input_ids"])).backward()
         """
+        if self.config.sp_size > 1:
+            raise ConfigError(
+                f"weigh() scales a mean over one rank's samples, and with sp_size={self.config.sp_size} the model's loss is "
+                "the mean over the tokens of all ranks. Leave it out, or pass num_items_in_batch to local_sequence"
+            )
         problem = weighing.is_loss(loss)
         if total is None:
             with self.wire.watch.doing("weigh()"):

@@ -210,6 +210,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "positions of images": message(lambda: engine.local_sequence({**batch(0, 1, 2, 12), "position_ids": mrope})),
         "one label per sample": message(lambda: engine.local_sequence({**batch(0), "labels": torch.tensor([0, 1])})),
         "divided twice": message(lambda: engine.local_sequence(engine.local_sequence(batch(0)))),
+        "weighed": message(lambda: engine.weigh(torch.ones(()), 1)),
         "attentions": message(lambda: model(**engine.local_sequence(batch(0)), output_attentions=True)),
     }
     assert torch.isfinite(model(**engine.local_sequence(batch(0))).loss)  # goes on after refusals
@@ -254,6 +255,7 @@ def test_refusals(two: RankPool) -> None:
         "positions of images": "position_ids has the shape (3, 2, 12)",
         "one label per sample": "leave sp_size out for one label per sample",
         "divided twice": "StateError: local_sequence got what local_sequence returned",
+        "weighed": "with sp_size=2 the model's loss is the mean over the tokens of all ranks",
         "attentions": "output_attentions",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
         "packed rows that the model does not tell apart": "Its tokens meet outside of attention",
