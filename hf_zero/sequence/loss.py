@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -71,18 +70,20 @@ class Logits(Tensor):
         hidden: its input.
         steps: what the model did to each logit since.
         value: the logits, once they are computed.
+        has_graph: whether they were computed with gradients enabled.
     """
 
     source: Source
     hidden: Tensor
     steps: tuple[Step, ...]
     value: Tensor | None
+    has_graph: bool
 
     @staticmethod
     def of(source: Source, hidden: Tensor, steps: tuple[Step, ...], dtype: torch.dtype) -> Logits:
         shape = (*hidden.shape[:-1], source.head.out_features)
         made: Logits = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=hidden.device)
-        made.source, made.hidden, made.steps, made.value = source, hidden, steps, None
+        made.source, made.hidden, made.steps, made.value, made.has_graph = source, hidden, steps, None, False
         return made
 
     @classmethod
@@ -178,8 +179,11 @@ class Chunks(torch.autograd.Function):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "a backward with create_graph=True needs second derivatives, which chunked_loss does not have. Leave it out"
+            )
         hidden, weight, bias, target = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         by_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -308,14 +312,15 @@ class ChunkedLoss(Observer):
             ConfigError: the model's own forward needs them.
             StateError: the weights are others now.
         """
-        if logits.value is not None:
+        is_late = logits.source.number != self._number
+        if logits.value is not None and (logits.has_graph or is_late or not torch.is_grad_enabled()):
             return logits.value
         if self._is_active and self._mode is True:
             raise ConfigError(
                 f"the model calls {name}() on its logits before their cross entropy, which chunked_loss=True cannot compute in "
                 "chunks. Set chunked_loss to 'auto' or leave it out"
             )
-        if logits.source.number != self._number:
+        if is_late:
             raise StateError(
                 f"{name}() needs logits of a forward before the optimizer's step: with chunked_loss they are computed when "
                 "they are read, and the weights are others now. Read them before optimizer.step()"
@@ -324,7 +329,7 @@ class ChunkedLoss(Observer):
             values: Tensor = logits.source.head._call_impl(logits.hidden)
             for step in logits.steps:
                 values = step(values)
-        logits.value = values
+        logits.value, logits.has_graph = values, torch.is_grad_enabled()
         return values
 
     def cross_entropy(

@@ -199,6 +199,8 @@ def test_logits_that_are_read() -> None:
     given = data(0, 0)
     wanted, out = wanted_model(**given), model(**given)
     assert out.logits.shape == wanted.logits.shape
+    with torch.no_grad():  # what is read first without a graph has one where a loss needs it
+        assert torch.equal(out.logits.exp(), wanted.logits.exp())
     assert torch.equal(out.logits[:, -1].argmax(-1), wanted.logits[:, -1].argmax(-1))
     assert torch.equal(out.logits.detach(), wanted.logits.detach())
     for each, found in ((wanted_model, wanted), (model, out)):
@@ -287,6 +289,14 @@ def headed() -> nn.Module:
     import peft
 
     return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["lm_head"]))  # type: ignore[arg-type]
+
+
+def test_second_derivatives() -> None:
+    """They would silently be zero."""
+    model, engine = start(llama, True)
+    with pytest.raises(zero.ConfigError, match="create_graph=True"):
+        torch.autograd.grad(model(**data(0, 0)).loss, [model.lm_head.weight], create_graph=True)
+    engine.detach()
 
 
 def test_hooks_of_a_head() -> None:
