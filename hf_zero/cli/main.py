@@ -38,10 +38,6 @@ def _check_size(value: str | None, parameter: typer.CallbackParam) -> str | None
     return value
 
 
-def _path(help: str, metavar: str) -> Any:
-    return typer.Argument(help=help, metavar=metavar)
-
-
 def _folder(help: str) -> Any:
     return typer.Argument(help=help, metavar="DIR", exists=True, file_okay=False)
 
@@ -73,10 +69,9 @@ def _setting(name: str, metavar: str | None = None) -> Any:
 
 
 Json = Annotated[bool, _switch("json", "Print JSON.")]
-Debug = Annotated[bool, _switch("debug", "Print a traceback with an error.")]
 
 # Of `plan` and `simulate`.
-Model = Annotated[str, _path("Size, built-in name, folder, config.json or Hub id.", "MODEL")]
+Model = Annotated[str, typer.Argument(help="Size, built-in name, folder, config.json or Hub id.", metavar="MODEL")]
 Ranks = Annotated[int, _count("Number of ranks.", MOST_RANKS)]
 Precision = Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")]
 Batch = Annotated[int, _count("Sequences of a rank (or group of --zero-sp-size) per forward.", MOST_ROWS, "ROWS")]
@@ -139,7 +134,6 @@ def plan(
     optimizer_tensors: Annotated[int, _count("State tensors per parameter; Adam has 2.", 100, least=0)] = 2,
     machine: Machine = None,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Predict memory per rank, and what fits which GPU, before anything runs.
 
@@ -178,7 +172,6 @@ def probe(
     ] = None,
     output: Annotated[str | None, _flag("Write the result only there.", "FILE")] = None,
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Measure memory, disk, link and collectives of this machine.
 
@@ -222,7 +215,6 @@ def simulate(
     zero_wire: Wire = "none",
     keep_gathered: Keep = None,
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Count the collectives of one step on any number of ranks, and estimate its time.
 
@@ -254,7 +246,6 @@ def simulate(
 def verify(
     folder: Annotated[Path, _folder("Checkpoint folder with zero_manifest.json.")],
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Check every byte of a checkpoint against its manifest.
 
@@ -279,7 +270,6 @@ def export(
     commit_message: Annotated[str | None, _flag("Of the upload.", "TEXT")] = None,
     overwrite: Annotated[bool, _switch("overwrite", "Write into an --output with files; replace its weights.")] = False,
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Make a clean model folder of a checkpoint, here or on the Hub.
 
@@ -291,19 +281,18 @@ def export(
       hf-zero export out/checkpoint-500 --output model --dtype bfloat16
       hf-zero export out/checkpoint-500 --push-to-hub user/model --private
     """
-    values = {name: value for name, value in locals().items() if name not in ("folder", "json", "debug")}
+    values = {name: value for name, value in locals().items() if name not in ("folder", "json")}
     from .checkpoints import export as run
 
     run(folder, values, json)
 
 
 def report(
-    folder: Annotated[str, _path("Folder with zero_steps.jsonl, or that file.", "RUN")],
-    other: Annotated[str | None, _path("A second run, to compare with.", "RUN2")] = None,
+    folder: Annotated[str, typer.Argument(help="Folder with zero_steps.jsonl, or that file.", metavar="RUN")],
+    other: Annotated[str | None, typer.Argument(help="A second run, to compare with.", metavar="RUN2")] = None,
     png: Annotated[str | None, _flag("Draw loss, throughput and memory.", "FILE.png")] = None,
     html: Annotated[str | None, _flag("Write one interactive page that needs no other file.", "FILE.html")] = None,
     json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show how a recorded run went: loss, speed, memory against the plan; also of a run in progress.
 
@@ -322,9 +311,8 @@ def report(
 
 
 def migrate(
-    file: Annotated[str, _path("DeepSpeed JSON, accelerate YAML or fsdp_config.", "FILE")],
+    file: Annotated[str, typer.Argument(help="DeepSpeed JSON, accelerate YAML or fsdp_config.", metavar="FILE")],
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Translate settings of DeepSpeed or FSDP.
 
@@ -347,7 +335,6 @@ def migrate(
 def doctor(
     offload_dir: Annotated[str | None, _flag("Folder for the disk tier (default: temporary).", "DIR")] = None,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Check this machine: GPUs, backend, versions, memory, disk, accelerate's configuration.
 
@@ -379,7 +366,7 @@ def _general(
 
 app.callback()(_general)
 for _command in (plan, probe, simulate, verify, export, report, migrate, doctor):
-    app.command()(_command)
+    app.command(epilog="--debug, anywhere: print a traceback with an error.")(_command)
 
 
 # Errors -------------------------------------------------------------------------------------------
@@ -387,7 +374,8 @@ for _command in (plan, probe, simulate, verify, export, report, migrate, doctor)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; an error is one line on stderr."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = [word for word in given if word != "--debug"]
     try:
         if bad := next((word for word in words if "\0" in word), None):
             raise ConfigError(f"an argument has a null character: {bad!r}")
@@ -395,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # completion in a shell
         return int(end.code or 0)
     except Exception as error:
-        if "--debug" in words:
+        if words != given:
             traceback.print_exc()
         status, text = _described(error)
         # Names in files may contain control characters, which could move the terminal's cursor.
