@@ -173,9 +173,11 @@ def model_of(name: str, what: What) -> Any:
     from ..huggingface.models import empty_model
 
     if isinstance(what, Path):
-        _check_folder(name, what)
+        if what.is_file() and what.suffix != ".json":
+            raise ConfigError(f"{name}: expected a folder with a config.json, or that file")
+        _check_counts(what if what.is_file() else what / "config.json")
     try:
-        return empty_model(str(what.absolute()) if isinstance(what, Path) else what)
+        return empty_model(what)
     except ZeroError:
         raise
     except Exception as error:  # model classes raise anything at impossible sizes
@@ -205,21 +207,11 @@ def _adapter(name: str, folder: Path) -> Any:
         ) from error
 
 
-def _check_folder(name: str, path: Path) -> None:
-    """
-    Raises:
-        ConfigError: another kind of file, or a configuration with impossible counts.
-    """
-    if path.is_file() and path.suffix != ".json":
-        raise ConfigError(f"{name}: expected a folder with a config.json, or that file")
-    check_counts(path if path.is_file() else path / "config.json")
-
-
 _COUNTED = re.compile(r"layer|block|expert|depth|head")
 _MOST_COUNTED = 10_000
 
 
-def check_counts(path: Path) -> None:
+def _check_counts(path: Path) -> None:
     """Bound the counts of a configuration: model classes create lists of that length before any module.
 
     Raises:

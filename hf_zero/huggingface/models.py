@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError, needs
 from ..params.engine import Engine
 from ..params.gathered import unsharded
-from ..plan.shapes import CONFIGS, Config
+from ..plan.shapes import Config
 from .stock import own_types, replaced
 
 
@@ -81,14 +82,13 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
     return method(*call.args, **call.kwargs)
 
 
-def empty_model(name: str | Config) -> nn.Module:
-    """Return the model of a built-in name, a Hub id or a local folder on the meta device; no weights are read."""
-    known = CONFIGS.get(name.lower()) if isinstance(name, str) else name
+def empty_model(what: Path | Config) -> nn.Module:
+    """Return the model of a configuration, or of the folder or file that has one, on the meta device. No weights are read."""
     config: Any
-    if known is None and isinstance(name, str):
-        config = transformers.AutoConfig.from_pretrained(name)
-    elif known is not None:
-        config = transformers.AutoConfig.for_model(known.kind, **known.settings, architectures=[known.architecture])
+    if isinstance(what, Path):
+        config = transformers.AutoConfig.from_pretrained(str(what.absolute()))
+    else:
+        config = transformers.AutoConfig.for_model(what.kind, **what.settings, architectures=[what.architecture])
     for kind in config.architectures or []:
         cls = getattr(transformers, kind, None)
         if cls is not None:
