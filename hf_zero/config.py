@@ -170,6 +170,10 @@ def size_text(nbytes: float, *, up: bool = False) -> str:
     return f"{nbytes:.0f} B"
 
 
+def ranks_text(count: int) -> str:
+    return f"{count:,} rank{'s' if count > 1 else ''}"
+
+
 def _patterns(name: str, given: object, what: str, one: str, two: str) -> tuple[str, ...]:
     """Return patterns given as a sequence or separated by commas; `one` and `two` are examples for the message."""
     words = given.split(",") if isinstance(given, str) else given
@@ -428,9 +432,9 @@ class ZeroConfig:
         for name in ("replicas", "sp_size"):
             if world_size % getattr(self, name):
                 fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
-                ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} does not divide {ranks} into groups of one size: choose one of {fitting}"
+                    f"{name}={getattr(self, name)} does not divide {ranks_text(world_size)} into groups of one size: "
+                    f"choose one of {fitting}"
                 )
         if world_size == 1:
             return
@@ -447,6 +451,11 @@ class ZeroConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults, and the stage."""
+        stock = ZeroConfig().to_dict()
+        return {name: value for name, value in self.to_dict().items() if name == "stage" or value != stock[name]}
 
 
 def setting(name: str, **said: Any) -> Any:

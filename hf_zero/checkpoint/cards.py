@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import ranks_text
 from ..errors import CheckpointError, ConfigError
 from .files import Field, inside, is_number, read_json, replace_file
 from .manifest import MANIFEST, check_version
@@ -218,7 +219,7 @@ def _table_of(run: RunFacts, config: dict[str, Any], state: dict[str, Any], befo
         rows["training"] = f"{state['global_step']:,} steps{epochs}"
     rows["precision"] = run.precision or ""
     if run.stage is not None:
-        ranks = "" if run.world_size is None else f" on {run.world_size} rank{'s' if run.world_size > 1 else ''}"
+        ranks = "" if run.world_size is None else f" on {ranks_text(run.world_size)}"
         rows["ZeRO"] = f"stage {run.stage}{ranks}"
     rows["offload"] = ", ".join(f"{what} on {tier}" for what, tier in run.offload.items() if tier != "none")
     rows["versions"] = ", ".join(f"{name} {version}" for name, version in run.versions.items())

@@ -124,10 +124,7 @@ class ZeroPlugin(ParallelismConfig):
         return ZeroConfig(**{field.name: getattr(self, field.name) for field in fields(ZeroConfig)})
 
     def __repr__(self) -> str:
-        given = {field.name: getattr(self, field.name) for field in fields(ZeroConfig)}
-        meant, plain = self.config.to_dict(), ZeroConfig().to_dict()
-        shown = [f"{name}={value!r}" for name, value in given.items() if name == "stage" or meant[name] != plain[name]]
-        return f"ZeroPlugin({', '.join(shown)})"
+        return f"ZeroPlugin({', '.join(f'{name}={getattr(self, name)!r}' for name in self.config.changed())})"
 
     def get_device_mesh(self, device_type: str | None = None) -> None:
         """Return no mesh: the engine has process groups of its own."""

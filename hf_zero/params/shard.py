@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import compat, diagnostics, sequence
 from ..compat.compiling import Compile
-from ..config import ZeroConfig
+from ..config import ZeroConfig, ranks_text
 from ..core.late import Late
 from ..core.precision import gathered_as
 from ..engine.shard import Optimizers
@@ -114,7 +114,7 @@ def _log(engine: Engine) -> None:
     if engine.rank:
         return
     config, precision = engine.config, engine.precision
-    ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
+    ranks = ranks_text(engine.world_size)
     if config.replicas > 1:
         ranks += f" in {config.replicas} replicas"
     _LOG.info("stage %d on %s; %s", config.stage, ranks, precision)
