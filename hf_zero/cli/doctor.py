@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
-from ..config import size_text
+from ..config import ranks_text, size_text
 from ..errors import ConfigError
 from ..plan import machine
 from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
@@ -27,7 +27,7 @@ from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from . import OK, WRONG
 from .files import cache_folder, read_settings, writable
-from .show import print_json, ranks_text, short_size, table, text
+from .show import print_json, short_size, table, text
 
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 BUSY_SHARE = 0.25

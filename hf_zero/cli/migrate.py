@@ -20,7 +20,7 @@ from ..config import STAGES, ZeroConfig
 from ..errors import ConfigError
 from . import OK, WRONG
 from .files import read_settings
-from .show import as_command, as_flags, as_plugin, as_training_arguments, changed, pasted, print_json, table, text
+from .show import as_command, as_flags, as_plugin, as_training_arguments, pasted, print_json, table, text
 
 Verdict = Literal["same", "trainer", "not needed", "to do", "lost", "stays"]
 """same: a setting of hf_zero. trainer: an argument of the Trainer or Accelerator. not needed: the
@@ -443,8 +443,7 @@ def _finish(made: Migration) -> None:
         made.findings.append(Finding(name, settings.pop(name), "not needed", "", why))
     if "disk" not in (settings.get("offload_optimizer"), settings.get("offload_params")):
         settings.pop("offload_dir", None)
-    given = ZeroConfig(**settings)
-    made.settings = {name: settings[name] for name in changed(given) if name in settings}
+    made.settings = {name: settings[name] for name in ZeroConfig(**settings).changed() if name in settings}
 
 
 _ORDER = (*ATTENTION, "same", "trainer", "stays", "not needed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -12,12 +12,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from ..config import DTYPE_ALIASES, STAGES, ZeroConfig, parse_bytes, size_text
+from ..config import DTYPE_ALIASES, STAGES, ZeroConfig, parse_bytes, ranks_text, size_text
 from ..core.precision import Precision
 from ..errors import ConfigError
 from ..plan.costs import KINDS, STATES, TIERS
 from ..plan.machine import MARGIN, Machine, here, host_name, kept
-from ..plan.network import Network
 from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
 from ..plan.solve import PlanInputs, excess
@@ -29,10 +28,8 @@ from .models import Model, What, build
 from .show import (
     as_command,
     as_training_arguments,
-    changed,
     pasted,
     print_json,
-    ranks_text,
     seconds,
     short_size,
     table,
@@ -66,24 +63,14 @@ _ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The inputs of a plan: a model, a machine, and the flags of the command."""
+class Asked(PlanInputs):
+    """The inputs of a plan as the flags of a command give them, and the model that other settings partition again."""
 
     model: Model
-    config: ZeroConfig
-    world_size: int
     mixed_precision: str
-    batch: int
-    """Sequences per rank and forward."""
-    sequence: int
-    accumulation: int
-    gradient_checkpointing: bool
-    optimizer_tensors: int = 2
-    machine: Machine
+    batch: Batch
     source: str = ""
     """Source of the machine's numbers."""
-    network: Network | None = None
-    """Links between ranks; None: those of the machine."""
 
     @staticmethod
     def of(
@@ -95,20 +82,26 @@ class Asked:
             found: what the name of the model means, from `look_up`.
 
         Raises:
-            ConfigError: no model can be made of its configuration.
+            ConfigError: no model can be made of its configuration; the settings do not combine.
         """
-        dtype = DTYPE_ALIASES.get(given["mixed_precision"], "float32")
-        model = build(given["model"], *found, given.get("lora", 0), dtype, given.get("load_in_4bit", False))
-        flags = {item.name: given[item.name] for item in fields(Asked) if item.name in given}
-        flags["gradient_checkpointing"] |= config.offload_activations != "none"
-        return Asked(**{**flags, **more, "model": model, "config": config, "machine": machine})
+        mode, lora, in_4bit = given["mixed_precision"], given.get("lora", 0), given.get("load_in_4bit", False)
+        model = build(given["model"], *found, lora, DTYPE_ALIASES.get(mode, "float32"), in_4bit)
+        precision = Precision.of(mode, config.reduce_dtype, config.full_precision, config.wire)
+        checkpoints = given["gradient_checkpointing"] or config.offload_activations != "none"
+        batch = Batch(given["batch"], given["sequence"], checkpoints, model.architecture)
+        layout = model.layout(precision, config.shards(given["world_size"]), tuple(config.units))
+        return Asked(
+            layout=layout, machine=machine, config=config, world_size=given["world_size"], precision=precision, batch=batch,
+            optimizer_tensors=given.get("optimizer_tensors", 2), backward_per_step=given["accumulation"], model=model,
+            mixed_precision=mode, **more,
+        )  # fmt: skip
 
     @property
     def tokens(self) -> str:
         if self.model.architecture is None:
             return "activations not counted"
         sharing = "rank" if self.config.sp_size == 1 else f"group of {self.config.sp_size} ranks"
-        return f"batch {self.batch:,} of {self.sequence:,} tokens per {sharing}"
+        return f"batch {self.batch.rows:,} of {self.batch.sequence:,} tokens per {sharing}"
 
     def plan(self, **settings: Any) -> Plan:
         """Plan with other settings of `ZeroConfig`.
@@ -116,17 +109,9 @@ class Asked:
         Raises:
             ConfigError: the settings do not combine.
         """
-        config, model = replace(self.config, **settings), self.model
-        precision = Precision.of(self.mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
-        batch = Batch(
-            self.batch, self.sequence, self.gradient_checkpointing, config.offload_activations, model.architecture,
-            config.sp_size, config.chunked_loss,
-        )  # fmt: skip
-        layout = model.layout(precision, config.shards(self.world_size), tuple(config.units))
-        return plan(PlanInputs(
-            layout, self.machine, config, self.world_size, precision, self.optimizer_tensors, batch, self.accumulation,
-            network=self.network,
-        ))  # fmt: skip
+        config = replace(self.config, **settings)
+        layout = self.model.layout(self.precision, config.shards(self.world_size), tuple(config.units))
+        return plan(replace(self, config=config, layout=layout))
 
 
 def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
@@ -195,16 +180,15 @@ def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space
 
 def choices(asked: Asked) -> Iterator[Plan]:
     """Yield plans of `LADDER` without budgets, with the offloads that were asked for."""
-    free = replace(asked, machine=Machine())
     for stage, checkpointing, *tiers in LADDER:
-        checkpoints = checkpointing and asked.model.architecture is not None
-        changed = replace(free, gradient_checkpointing=free.gradient_checkpointing or checkpoints)
+        checkpoints = asked.batch.checkpointing or (checkpointing and asked.model.architecture is not None)
+        free = replace(asked, machine=Machine(), batch=replace(asked.batch, checkpointing=checkpoints))
         offloads = {}
         for name, tier in zip(OFFLOADS, tiers):
             wanted = getattr(asked.config, name)
             offloads[name] = tier if wanted in ("none", "auto") else wanted
         with suppress(ConfigError):  # does not combine with the other settings
-            yield changed.plan(stage=stage, **offloads, device_memory=None, host_memory=None)
+            yield free.plan(stage=stage, **offloads, device_memory=None, host_memory=None)
 
 
 def usable_bytes(memory_bytes: int) -> int:
@@ -214,7 +198,8 @@ def usable_bytes(memory_bytes: int) -> int:
 
 def best(asked: Asked, budgets: Mapping[str, int]) -> Plan | None:
     """Return the first of `LADDER` that fits the budgets; else with one row at a time."""
-    one_by_one = replace(asked, batch=1, accumulation=asked.accumulation * asked.batch)
+    rows_per_step = asked.backward_per_step * asked.batch.rows
+    one_by_one = replace(asked, batch=replace(asked.batch, rows=1), backward_per_step=rows_per_step)
     tried = (made for each in (asked, one_by_one) for made in choices(each))
     return next((made for made in tried if not excess(budgets, made.memory)), None)
 
@@ -259,7 +244,7 @@ def _show_choice(console: Console, asked: Asked, what: str, made: Plan | None, n
         text(console, nothing, BAD)
         return
     device, host = (short_size(made.memory.at_peak(tier)) for tier in (Tier.DEVICE, Tier.HOST))
-    more = ", one sequence at a time" if made.inputs.backward_per_step != asked.accumulation else ""
+    more = ", one sequence at a time" if made.inputs.backward_per_step != asked.backward_per_step else ""
     peaks = f"{device} of device memory at peak{f', {host} of host memory' if host != '0' else ''}"
     text(console, f"{what} {_described(made)}{more}: {peaks}.", GOOD)
     _show_settings(console, asked.mixed_precision, made)
@@ -272,7 +257,7 @@ def _show_settings(console: Console, precision: str, made: Plan) -> None:
     trainer |= {} if batch is None else {"per_device_train_batch_size": batch.rows}
     trainer |= {"gradient_accumulation_steps": micros} if micros > 1 else {}
     trainer |= {"gradient_checkpointing": True} if batch is not None and batch.checkpointing else {}
-    settings = changed(config if config.is_auto else replace(config, device_memory=None, host_memory=None))
+    settings = (config if config.is_auto else replace(config, device_memory=None, host_memory=None)).changed()
     pasted(console, as_command(made.inputs.world_size, settings, trainer))
     for line in as_training_arguments(settings, trainer):
         pasted(console, line)
@@ -301,7 +286,7 @@ def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
         rows.append([str(made.config.stage), *map(short_size, sizes), fits])
     peaks = [f"{tier.value} peak" for tier in tiers]
     columns = ("stage", "params", "grads", "optim", *peaks, "fits" if has_budget else "GPU")
-    offload = asked.config.offloads or asked.gradient_checkpointing
+    offload = asked.config.offloads or asked.batch.checkpointing
     caption = "params, grads, optim: between backward and step, over all tiers"
     title = f"All stages, {'with the flags given' if offload else 'without offload or checkpointing'}, per rank"
     table(console, title, columns, rows, caption=caption)

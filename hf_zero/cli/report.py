@@ -1,6 +1,6 @@
 """Read a recorded run and compare it with its plan.
 
-`plan.record.Recorder` writes one file per rank with one JSON object per line: facts, then steps and
+`diagnostics.recorder.Recorder` writes one file per rank with one JSON object per line: facts, then steps and
 logs. Every start of training appends its own facts. The last start is reported.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 from ..checkpoint.files import parse_json, read_bounded
 from ..config import size_text
+from ..diagnostics.recorder import FORMAT, RECENT, rates, value_at
 from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
-from ..plan.record import FORMAT, RECENT, rates
 from ..plan.report import duration
 from ..plan.work import COLLECTIVES, WAITS
 
@@ -89,11 +89,11 @@ class Run:
     """
 
     path: Path
-    facts: dict[str, Any] = field(default_factory=dict)
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    logs: list[dict[str, Any]] = field(default_factory=list)
-    ended: bool = False
-    age_s: float = 0.0
+    facts: dict[str, Any]
+    steps: list[dict[str, Any]]
+    logs: list[dict[str, Any]]
+    ended: bool
+    age_s: float
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -108,18 +108,14 @@ class Run:
         usual = [s for s in self.steps[1:] if not s["evaluations"] and s["forwards"] == passes]
         return usual or self.steps
 
-    def median(self, name: str, *inner: str) -> float:
-        values = (s[name].get(inner[0], 0.0) if inner else s.get(name, 0.0) for s in self.usual)
-        return float(statistics.median(values))
+    def median(self, *keys: str) -> float:
+        return float(statistics.median(value_at(step, *keys) for step in self.usual))
+
+    def highest(self, *keys: str) -> int:
+        return int(max(value_at(step, *keys) for step in self.steps))
 
     def planned_peak(self, tier: str) -> int:
         return int(self.facts["predicted"]["peak_bytes"][tier])
-
-    def peak(self, tier: str, kind: str) -> int:
-        return max(step["peak"].get(tier, {}).get(kind, 0) for step in self.steps)
-
-    def process_peak(self, name: str) -> int:
-        return max(step["process"].get(name, 0) for step in self.steps)
 
     def parts_s(self) -> dict[str, float]:
         """Seconds by part of a step (`PARTS`), each the median over the usual steps; those of one step add up to it."""
@@ -137,35 +133,28 @@ def read(path: Path) -> Run:
     Raises:
         ConfigError: the file is missing, has another format, or is not a record of steps.
     """
-    run = Run(path)
-    damaged = starts = 0
     try:
         lines = read_bounded(path, MAX_BYTES).splitlines()
-        run.age_s = max(0.0, time.time() - path.stat().st_mtime)
+        age_s = max(0.0, time.time() - path.stat().st_mtime)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    for line in filter(None, lines):
-        record = _record(line)
-        if record is None:
-            damaged += 1
-        elif record["kind"] == "facts":
-            starts += 1
-            run = Run(path, record, age_s=run.age_s)
-        elif run.facts:
-            run.ended = record["kind"] == "end"
-            if record["kind"] in ("step", "log"):
-                (run.steps if record["kind"] == "step" else run.logs).append(record)
+    records = [_record(line) for line in lines if line]
+    whole = [record for record in records if record is not None]
+    starts = [at for at, record in enumerate(whole) if record["kind"] == "facts"]
+    facts, *after = whole[starts[-1] :] if starts else [{}]
+    steps, logs = ([record for record in after if record["kind"] == kind] for kind in ("step", "log"))
+    run = Run(path, facts, steps, logs, ended=bool(after) and after[-1]["kind"] == "end", age_s=age_s)
     if run.facts.get("format", FORMAT) != FORMAT:
         version = run.facts.get("version")
         raise ConfigError(f"{path} was written by hf_zero {version}, in another format. Use that version.")
     if lines and not run.facts:
         raise ConfigError(f"{path} has no whole step. Expected lines that ZeroCallback or engine.record wrote.")
-    if damaged:
+    if damaged := len(records) - len(whole):
         run.notes.append(f"{path.name}: skipped {damaged} damaged line{'s' if damaged > 1 else ''}")
-    if starts > 1:
-        run.notes.append(f"{path.name}: the last of {starts} starts of training")
+    if len(starts) > 1:
+        run.notes.append(f"{path.name}: the last of {len(starts)} starts of training")
     return run
 
 
@@ -252,10 +241,10 @@ def _rank_row(run: Run) -> dict[str, Any]:
         "step_s": run.median("seconds"),
         "wait_s": statistics.median(sum(step["wait_s"].values()) for step in run.usual),
         "parts_s": run.parts_s(),
-        "peak_bytes": {tier.value: run.peak(tier.value, "all") for tier in TIERS},
+        "peak_bytes": {tier.value: run.highest("peak", tier.value, "all") for tier in TIERS},
         "planned_bytes": {tier.value: run.planned_peak(tier.value) for tier in TIERS},
-        "rss_peak_bytes": run.process_peak("rss peak"),
-        "allocated_peak_bytes": run.process_peak("device allocated peak"),
+        "rss_peak_bytes": run.highest("process", "rss peak"),
+        "allocated_peak_bytes": run.highest("process", "device allocated peak"),
     }
 
 
@@ -270,9 +259,9 @@ def throughput(runs: Sequence[Run]) -> dict[str, Any]:
 def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
     predicted = run.facts["predicted"]["peak"]
     for tier in (tier.value for tier in TIERS):
-        rows = [(kind, int(predicted[tier][kind]), run.peak(tier, kind)) for kind in KINDS]
+        rows = [(kind, int(predicted[tier][kind]), run.highest("peak", tier, kind)) for kind in KINDS]
         rows = [row for row in rows if row[1] or row[2]]
-        rows += [("all", run.planned_peak(tier), run.peak(tier, "all"))] if rows else []
+        rows += [("all", run.planned_peak(tier), run.highest("peak", tier, "all"))] if rows else []
         for kind, planned, counted in rows:
             yield {"tier": tier, "kind": kind, **_compared(planned, counted)}
 
@@ -363,15 +352,12 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[dict[s
     elif not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in batches):
         kinds.remove("step")
         left_out.append("The runs have different batches per step: the time of a step is not compared.")
-    pairs = zip(_figures(one), _figures(other))
-    found = [(what, unit, a, b) for (kind, what, unit, a), (*_, b) in pairs if kind in kinds]
-    found += _loss_figures(one, other) if "memory" in kinds else ()
+    pairs = [(*first, second[-1]) for first, second in zip(_figures(one), _figures(other))]
     rows = []
-    for what, unit, a, b in found:
-        if a is not None or b is not None:
-            are_numbers = unit != "setting" and isinstance(a, (int, float)) and isinstance(b, (int, float))
-            change = _relative(a, b) if are_numbers else None
-            rows.append({"what": what, "unit": unit.replace("setting", ""), "values": [a, b], "change": change})
+    for kind, what, unit, a, b in [*pairs, *_loss_figures(one, other)]:
+        if kind in kinds and (a, b) != (None, None):
+            change = None if kind == "setting" or None in (a, b) else _relative(a, b)
+            rows.append({"what": what, "unit": unit, "values": [a, b], "change": change})
     return rows, left_out
 
 
@@ -387,7 +373,7 @@ def _figures(out: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
         "parameter offload": facts["config"].get("offload_params"),
         "steps": out["steps"],
     }
-    yield from (("setting", what, "setting", value) for what, value in settings.items())
+    yield from (("setting", what, "", value) for what, value in settings.items())
     memory = {f"{tier.value} memory": [row["peak_bytes"][tier.value] for row in ranks] for tier in TIERS}
     memory["torch's device memory"] = [row["allocated_peak_bytes"] for row in ranks]
     memory["process memory"] = [row["rss_peak_bytes"] for row in ranks]
@@ -398,10 +384,10 @@ def _figures(out: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
     yield from (("speed", f"{name}/s", "1/s", rates[f"{name}_per_s"]) for name in ("tokens", "samples"))
 
 
-def _loss_figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+def _loss_figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, str, Any, Any]]:
     """Losses at the last step that both runs logged."""
     for name, label in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         a, b = ({log["step"]: log[name] for log in out["losses"] if name in log} for out in (one, other))
         if common := a.keys() & b.keys():
             step = max(common)
-            yield f"{label} at step {step:,}", "", a[step], b[step]
+            yield "memory", f"{label} at step {step:,}", "", a[step], b[step]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ..config import size_text
+from ..config import ranks_text, size_text
+from ..diagnostics.recorder import value_at
 from ..errors import ConfigError, needs
 from ..plan.costs import TIERS
 from .files import writable
 from .report import KIND_LABELS, LABELS, PARTS, Run, differences, read_all, summary
-from .show import print_json, ranks_text, table, text
+from .show import print_json, table, text
 
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
 """Mark and style of a verdict's `ok`."""
@@ -49,11 +50,13 @@ def run(folder: str, other: str | None, png: str | None, html: str | None, as_js
 def _show(runs: Sequence[Run], png: str | None, html: str | None, as_json: bool) -> None:
     out = summary(runs)
     drawn = [each for each in (png, html) if each]
-    # Pictures come first: a missing package is reported before any table is printed.
-    if out["steps"] and png:
-        draw(runs, out, png)
-    if out["steps"] and html:
-        Path(html).write_text(page(runs, out), encoding="utf-8")
+    if out["steps"] and drawn:
+        # Pictures come first: a missing package is reported before any table is printed.
+        charts = list(charts_of([each for each in runs if each.steps], out))
+        if png:
+            draw(charts, title_of(out), png)
+        if html:
+            Path(html).write_text(page(charts, out), encoding="utf-8")
     if as_json:
         print_json(out)
         return
@@ -177,14 +180,13 @@ def value_text(value: Any, unit: str) -> str:
 # Page ---------------------------------------------------------------------------------------------
 
 
-def page(runs: Sequence[Run], out: dict[str, Any]) -> str:
+def page(charts: Sequence[dict[str, Any]], out: dict[str, Any]) -> str:
     """Return one HTML page that needs no other file: tiles, charts of all ranks, tables."""
     with needs("report"):
         from plotly.io.json import to_json_plotly
         from plotly.offline import get_plotlyjs
     from jinja2 import Environment, PackageLoader
 
-    charts = list(charts_of([each for each in runs if each.steps], out))
     room = Environment(loader=PackageLoader("hf_zero", "templates"), autoescape=True, trim_blocks=True)
     return room.get_template("report.html.jinja").render(
         run=out,
@@ -198,14 +200,13 @@ def page(runs: Sequence[Run], out: dict[str, Any]) -> str:
     )
 
 
-def draw(runs: Sequence[Run], out: dict[str, Any], path: str) -> None:
+def draw(charts: Sequence[dict[str, Any]], title: str, path: str) -> None:
     """Write the page's charts as one PNG."""
     with needs("plot"):
         from matplotlib.figure import Figure
 
-    charts = list(charts_of([each for each in runs if each.steps], out))
     figure = Figure(figsize=(10, 3 * len(charts)), layout="constrained")
-    figure.suptitle(title_of(out))
+    figure.suptitle(title)
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts):
         for line in chart["lines"]:
             marker = "o" if len(line["x"]) == 1 else None
@@ -232,19 +233,15 @@ def charts_of(runs: Sequence[Run], out: dict[str, Any]) -> Iterator[dict[str, An
     yield from _chart("loss", "Loss", "As the training loop logged it.", "loss", losses, from_zero=False)
     yield from _speed(runs, out)
     for tier in (tier.value for tier in TIERS):
-        unit, size = _unit(max(each.peak(tier, "all") for each in runs))
-        lines = [_rank_line(each, size, lambda step: step["peak"].get(tier, {}).get("all", 0)) for each in runs]  # noqa: B023
+        unit, size = _unit(max(each.highest("peak", tier, "all") for each in runs))
+        lines = [_rank_line(each, size, "", "peak", tier, "all") for each in runs]
         ends = (runs[0].steps[0]["step"], runs[0].steps[-1]["step"])
         plan = _line("plan", [(step, runs[0].planned_peak(tier) / size) for step in ends], dash="dash")
         about = "Highest of each step: parameters, gradients, optimizer state and buffers. Dashed: the plan."
         if any(any(line["y"]) for line in lines):
             yield from _chart(f"memory-{tier}", f"Memory: {tier}", about, unit, [*lines, plan])
-    unit, size = _unit(max(each.process_peak(name) for each in runs for name in _PROCESS))
-    lines = [
-        _rank_line(each, size, lambda step: step["process"].get(name, 0), label)  # noqa: B023
-        for name, label in _PROCESS.items()
-        for each in runs
-    ]
+    unit, size = _unit(max(each.highest("process", name) for each in runs for name in _PROCESS))
+    lines = [_rank_line(each, size, label, "process", name) for name, label in _PROCESS.items() for each in runs]
     about = "The whole process, with Python, libraries and data, as the system counts it at the end of each step."
     yield from _chart("process", "Memory: whole process", about, unit, lines)
 
@@ -264,8 +261,8 @@ def _line(name: str, points: Sequence[tuple[int, float]], dash: str = "solid") -
     return {"name": name, "x": [step for step, _ in points], "y": [value for _, value in points], "dash": dash}
 
 
-def _rank_line(run: Run, size: int, value: Callable[[dict[str, Any]], float], label: str = "") -> dict[str, Any]:
-    return _line(f"rank {run.rank}{label}", [(step["step"], value(step) / size) for step in _drawn(run)])
+def _rank_line(run: Run, size: int, label: str, *keys: str) -> dict[str, Any]:
+    return _line(f"rank {run.rank}{label}", [(step["step"], value_at(step, *keys) / size) for step in _drawn(run)])
 
 
 def _drawn(run: Run) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from ..config import ZeroConfig, size_text
+from ..config import size_text
 
 Row = Sequence[str | Text]
 
@@ -45,10 +45,6 @@ def table(
         text(console, caption, "italic")
 
 
-def ranks_text(count: int) -> str:
-    return f"{count:,} rank{'s' if count > 1 else ''}"
-
-
 def short_size(nbytes: float) -> str:
     """Format a size with three digits: `14.9 GiB`, `120 GiB`."""
     if not nbytes:
@@ -76,12 +72,6 @@ def print_json(values: Any) -> None:
 
 
 # Settings to paste --------------------------------------------------------------------------------
-
-
-def changed(config: ZeroConfig) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, and the stage."""
-    values, stock = config.to_dict(), ZeroConfig().to_dict()
-    return {name: value for name, value in values.items() if name == "stage" or value != stock[name]}
 
 
 def as_flags(settings: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
-from ..config import DTYPE_ALIASES, size_text
+from ..config import DTYPE_ALIASES, ranks_text, size_text
 from ..errors import ConfigError
 from ..plan.machine import Machine
 from ..plan.network import LINKS, Link, Network
 from ..tiers.tier import Tier
 from .plan import Asked
-from .show import print_json, ranks_text, table
+from .show import print_json, table
 
 NOMINAL_FLOPS = 400e12
 NOMINAL_DEVICE_BANDWIDTH = 3.35e12

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,17 @@ from torch import Tensor
 from ..engine.engine import Engine
 from ..engine.span import Span
 from ..optimizers.kinds import state_tensors
-from ..plan.costs import KINDS, STATES, TIERS, Memory
+from ..plan.costs import KINDS, TIERS
 from ..plan.machine import here
-from ..plan.peaks import memory_of
-from ..plan.record import Counters, Recorder, Table
-from ..plan.report import Report, RoadRow, TierRow, data_parallel
+from ..plan.plan import Plan
 from ..plan.solve import LIMITED
-from ..plan.work import COLLECTIVES, LINKS, ROADS, WAITS, collectives_in, traffic_of, work_in_total
+from ..plan.work import COLLECTIVES, LINKS
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
+
+Table = dict[str, dict[str, int]]
+"""Tier -> kind -> bytes."""
 
 # Bytes now ------------------------------------------------------------------------------------------------------------
 
@@ -144,160 +145,91 @@ def limits(engine: Engine, ranks_here: int = 1) -> dict[str, tuple[int, str]]:
 # Counters of a run ----------------------------------------------------------------------------------------------------
 
 
-class Usage:
-    """An engine's counters, for a `Recorder`."""
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Counters of an engine.
 
-    def __init__(self, engine: Engine) -> None:
-        self.rank = engine.rank
-        self._engine = engine
+    Attributes:
+        peak: highest bytes by tier and kind since the last `Counters`; `all` of a tier: its sum at one moment.
+        sent: bytes by channel, since the start.
+        wait_s: seconds that training waited, by cause, since the start.
+        process: bytes of the whole process, as the system counts them.
+    """
 
-    def counters(self) -> Counters:
-        context = self._engine.context
-        meter, traffic = context.storage.meter, context.wire.traffic
-        links = {link: meter[link] for link in LINKS}
-        wait_s = {kind: traffic[kind].wait_s for kind in COLLECTIVES}
-        wait_s |= {link: count.wait_s - meter.stepper_wait_s[link] for link, count in links.items()}
-        wait_s["optimizer"] = context.step_wait_s
-        sent = {kind: traffic[kind].bytes for kind in COLLECTIVES}
-        sent |= {link: count.bytes for link, count in links.items()}
-        if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
-            sent["reduce"] += across.bytes
-            wait_s["reduce"] += across.wait_s
-        return Counters(self._peak(), sent, wait_s, process_bytes(self._engine))
-
-    def _peak(self) -> Table:
-        """The bytes stored now, and with them the highest of all that came and went."""
-        table, ledger = at_rest(self._engine), self._engine.context.storage.ledger
-        for kinds in table.values():
-            kinds["all"] = sum(kinds.values())
-        for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):
-            for kind, nbytes in account.peak.items():
-                table[tier.value][kind] += nbytes
-            table[tier.value]["all"] += account.peak_total
-        ledger.begin_step()
-        return table
-
-    def facts(self, backward_per_step: int) -> dict[str, Any]:
-        """Return what is known of the run, as plain values: the first line of its file."""
-        context, plan = self._engine.context, self._engine.context.plan
-        memory, traffic = predicted(self._engine, backward_per_step)
-        return {
-            "version": __version__,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "rank": context.wire.rank,
-            "world_size": context.wire.size,
-            "stage": context.config.stage,
-            "precision": str(context.precision),
-            "parameters": context.layout.numel,
-            "trainable": context.layout.trainable_numel,
-            # A run's folder may be shared: no names of hosts or folders.
-            "config": {name: value for name, value in context.config.to_dict().items() if name != "offload_dir"},
-            "machine": {
-                "device": torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu",
-                "cores": os.cpu_count() or 1,
-                "torch": torch.__version__,
-            },
-            "predicted": {
-                "backward_per_step": backward_per_step,
-                "stored": _plain(memory.stored),
-                "peak": _plain(memory.peak),
-                "peak_bytes": {tier.value: memory.at_peak(tier) for tier in TIERS},
-                "traffic": {road: traffic[road] for road in ROADS},
-                "step_s": plan.step.seconds,
-                "parts_s": plan.parts,
-                "reasons": list(plan.reasons),
-            },
-        }
+    peak: Table
+    sent: Mapping[str, int]
+    wait_s: Mapping[str, float]
+    process: Mapping[str, int]
 
 
-def _plain(by_tier: Mapping[Tier, Mapping[str, int]]) -> Table:
-    return {tier.value: dict(kinds) for tier, kinds in by_tier.items()}
+def counters(engine: Engine) -> Counters:
+    """Return the counters, and restart the peaks."""
+    context = engine.context
+    meter, traffic = context.storage.meter, context.wire.traffic
+    links = {link: meter[link] for link in LINKS}
+    wait_s = {kind: traffic[kind].wait_s for kind in COLLECTIVES}
+    wait_s |= {link: count.wait_s - meter.stepper_wait_s[link] for link, count in links.items()}
+    wait_s["optimizer"] = context.step_wait_s
+    sent = {kind: traffic[kind].bytes for kind in COLLECTIVES}
+    sent |= {link: count.bytes for link, count in links.items()}
+    if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
+        sent["reduce"] += across.bytes
+        wait_s["reduce"] += across.wait_s
+    return Counters(_peak(engine), sent, wait_s, process_bytes(engine))
+
+
+def _peak(engine: Engine) -> Table:
+    """The bytes stored now, and with them the highest of all that came and went."""
+    table, ledger = at_rest(engine), engine.context.storage.ledger
+    for kinds in table.values():
+        kinds["all"] = sum(kinds.values())
+    for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):
+        for kind, nbytes in account.peak.items():
+            table[tier.value][kind] += nbytes
+        table[tier.value]["all"] += account.peak_total
+    ledger.begin_step()
+    return table
+
+
+def facts(engine: Engine, backward_per_step: int) -> dict[str, Any]:
+    """Return what is known of the run, as plain values: the first line of its file."""
+    context = engine.context
+    return {
+        "version": __version__,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "rank": context.wire.rank,
+        "world_size": context.wire.size,
+        "stage": context.config.stage,
+        "precision": str(context.precision),
+        "parameters": context.layout.numel,
+        "trainable": context.layout.trainable_numel,
+        # A run's folder may be shared: no names of hosts or folders.
+        "config": {name: value for name, value in context.config.to_dict().items() if name != "offload_dir"},
+        "machine": {
+            "device": torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu",
+            "cores": os.cpu_count() or 1,
+            "torch": torch.__version__,
+        },
+        "predicted": {"backward_per_step": backward_per_step, **predicted(engine, backward_per_step).to_dict()},
+    }
 
 
 # Predicted and measured -----------------------------------------------------------------------------------------------
 
 
-def predicted(engine: Engine, backward_per_step: int = 1) -> tuple[Memory, dict[str, int]]:
-    """Return the plan's memory and traffic for the optimizers bound now.
+def predicted(engine: Engine, backward_per_step: int = 1) -> Plan:
+    """Return the engine's plan for the optimizers bound now.
 
     Args:
         backward_per_step: micro-batches that a step is seen to have.
     """
     context = engine.context
-    setup = replace(
-        context.plan.inputs.setup,
-        policy=context.policy,
-        is_cpu=context.device.type == "cpu",
+    inputs = replace(
+        context.plan.inputs,
+        layout=context.layout,
         optimizer_tensors=state_tensors(engine.optimizers),
         backward_per_step=max(1, backward_per_step),
         defers=engine.schedule.puts_off,
         kept=context.kept,
     )
-    given, collectives = (context.layout, context.plan.placements, setup), collectives_in(context.layout, setup)
-    return memory_of(*given), traffic_of(work_in_total(*given, collectives), collectives)
-
-
-def report(engine: Engine, recorder: Recorder | None = None) -> Report:
-    """Return what this rank takes now, and what was predicted.
-
-    Args:
-        recorder: adds peaks, traffic and waits of the steps that it measured.
-    """
-    context = engine.context
-    memory, traffic = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
-    now = measure(engine)
-    measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in STATES}
-    measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
-    return Report(
-        stage=context.config.stage,
-        world_size=context.wire.size,
-        precision=str(context.precision),
-        parameters=context.layout.numel,
-        trainable=context.layout.trainable_numel,
-        predicted={kind: sum(memory.stored[tier][kind] for tier in TIERS) for kind in STATES},
-        data_parallel=data_parallel(context.layout, state_tensors(engine.optimizers)),
-        measured=measured,
-        traffic=context.wire.traffic.to_dict(),
-        units=len(context.layout.units),
-        tiers=_tier_rows(memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
-        roads=_road_rows(traffic, recorder) if recorder is not None else (),
-        steps=0 if recorder is None else recorder.recorded,
-        step_s=None if recorder is None else recorder.median("seconds"),
-        predicted_step_s=context.plan.step.seconds,
-        process=process_bytes(engine),
-    )
-
-
-def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow, ...]:
-    rows = []
-    for tier in TIERS:
-        name = tier.value
-        found = {} if peak is None else peak[name]
-        kinds = [
-            TierRow(
-                name,
-                kind,
-                memory.stored[tier][kind],
-                now[name][kind],
-                memory.peak[tier][kind],
-                None if peak is None or (kind == "activations" and tier is not Tier.HOST) else found.get(kind, 0),
-            )
-            for kind in KINDS
-            if memory.peak[tier][kind] or now[name][kind] or found.get(kind)
-        ]
-        if kinds:
-            total = sum(now[name].values())
-            highest = None if peak is None else found["all"]
-            rows += [*kinds, TierRow(name, "all", memory.at_rest(tier), total, memory.at_peak(tier), highest)]
-    return tuple(rows)
-
-
-def _road_rows(traffic: Mapping[str, int], recorder: Recorder) -> tuple[RoadRow, ...]:
-    rows = []
-    for road in WAITS:
-        told = traffic.get(road)
-        moved = recorder.median("bytes", road) if road != "optimizer" and recorder.recorded else None
-        waited = recorder.median("wait_s", road)
-        if told or moved or waited:
-            rows.append(RoadRow(road, told, moved, waited))
-    return tuple(rows)
+    return Plan(inputs, context.plan.placements)

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from ..compat.compiling import Compile, Compiling
 from ..compat.evaluation import OtherDtype
 from ..core.layout import Layout
-from ..diagnostics.recorder import Records
+from ..diagnostics.recorder import Recorder, Records
 from ..engine import engine as core
 from ..engine.graph import backward_id
 from ..errors import ConfigError, StateError
 from ..plan.plan import Plan
-from ..plan.record import Recorder
 from ..plan.report import Report
 from ..sequence.parallel import SequenceParallel
 from . import weighing

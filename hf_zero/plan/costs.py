@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from ..comm.codec import gather_codec
-from ..config import StagePolicy
-from ..core.layout import SpanLayout, itemsize
+from ..config import StagePolicy, ZeroConfig
+from ..core.layout import Layout, SpanLayout, itemsize
+from ..core.precision import Precision, dtype_name
 from ..tiers.tier import SIZES, Sizes, Tier, padded
+from .machine import Machine
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "communication", "staging", "activations")
 STATES = ("parameters", "gradients", "optimizer")
@@ -55,36 +59,58 @@ def has_one_type(span: SpanLayout) -> bool:
     return span.spec.compute_dtype == span.spec.master_dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
-    """Inputs of the formulas besides the layout and the placements."""
+    """The inputs of the formulas besides the placements.
 
-    policy: StagePolicy
-    world_size: int
-    reduce_dtype: str = "float32"
-    optimizer_tensors: int = 2
-    """Tensors of optimizer state per master element: 2 for Adam."""
-    backward_per_step: int = 1
-    step_in_backward: bool = False
-    is_cpu: bool = False
-    """The device is the CPU: the gradient of a span of one parameter is sent without a copy, and copies over the link are
-    complete at once.
+    Args:
+        layout: partitioned for `world_size` owners (one at stage 0).
+        machine: one rank's share.
+        optimizer_tensors: tensors of optimizer state per master element; 2 for Adam.
+        backward_per_step: micro-batches of a step.
+        in_files: parameters whose values stay in the model's own files: frozen ones, with the parameter tier on disk.
+        sizes: sizes of blocks and slabs of offloaded state.
+        defers: all micro-batches of a step but its last are inside `no_sync(defer=True)`.
+        kept: indices of units that stay gathered between a forward and its backward; None: not decided.
+
+    Raises:
+        ConfigError: an offload that the stage does not allow, or groups of ranks that do not divide `world_size`.
     """
+
+    layout: Layout
+    machine: Machine
+    config: ZeroConfig
+    world_size: int
+    precision: Precision
+    optimizer_tensors: int = 2
+    backward_per_step: int = 1
     in_files: frozenset[str] = frozenset()
-    """Parameters whose values stay in the model's own files: frozen ones, with the parameter tier on disk."""
     sizes: Sizes = SIZES
-    """Sizes of blocks and slabs."""
-    wire: str = "none"
-    """Format in which gradients are sent."""
     defers: bool = False
-    """All micro-batches of a step but its last are inside `no_sync(defer=True)`."""
-    kept: frozenset[int] = frozenset()
-    """Indices of units that stay gathered between a forward and its backward."""
+    kept: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.config.check_world_size(self.world_size)
+
+    @cached_property
+    def policy(self) -> StagePolicy:
+        return self.config.policy_for(self.world_size)
+
+    @cached_property
+    def reduce_dtype(self) -> str:
+        return dtype_name(self.precision.reduce_dtype)
+
+    @property
+    def is_cpu(self) -> bool:
+        """The device is the CPU: the gradient of a span of one parameter is sent without a copy, and copies over the link are
+        complete at once.
+        """
+        return self.machine.shares_memory
 
     @property
     def steps_at_once(self) -> bool:
         """Offloaded masters are updated as their gradients arrive, which are not stored."""
-        return self.step_in_backward and self.backward_per_step == 1
+        return self.config.step_in_backward and self.backward_per_step == 1
 
     @property
     def reduces_once(self) -> bool:
@@ -110,6 +136,15 @@ class Memory:
     peak: Mapping[Tier, Mapping[str, int]]
     highest: Mapping[Tier, int]
     """By tier: all bytes at the highest moment."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, by names of tiers: the `stored` and `peak` tables, and their `stored_bytes` and `peak_bytes`."""
+        return {
+            "stored": {tier.value: dict(kinds) for tier, kinds in self.stored.items()},
+            "peak": {tier.value: dict(kinds) for tier, kinds in self.peak.items()},
+            "stored_bytes": {tier.value: self.at_rest(tier) for tier in TIERS},
+            "peak_bytes": {tier.value: self.at_peak(tier) for tier in TIERS},
+        }
 
     def at_rest(self, tier: Tier) -> int:
         return sum(self.stored[tier].values())
@@ -200,7 +235,7 @@ def gradient_itemsize(span: SpanLayout, tier: Tier, setup: Setup) -> int:
 
 def stores_gradients(tier: Tier, setup: Setup) -> bool:
     """Return whether gradients of masters in `tier` are on disk. With `step_in_backward` they stay in host memory."""
-    return tier is Tier.DISK and not setup.step_in_backward
+    return tier is Tier.DISK and not setup.config.step_in_backward
 
 
 def stored_itemsize(span: SpanLayout, placement: Placement, setup: Setup) -> int:

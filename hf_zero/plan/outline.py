@@ -7,37 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..config import ZeroConfig
 from ..core.precision import dtype_of
-from ..errors import ConfigError
 from ..tiers.tier import WRITTEN_INPUTS, padded
 from .shapes import Architecture
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of one rank: `rows` sequences of `sequence` tokens, which `sp_size` ranks share.
-
-    Raises:
-        ConfigError: a size below 1.
-    """
+    """One micro-batch of one rank: `rows` sequences of `sequence` tokens, which the ranks of a group share."""
 
     rows: int
     sequence: int
     checkpointing: bool = False
     """transformers' gradient checkpointing: keep the layers' inputs only, and recompute one layer at a time."""
-    offload: str = "none"
-    """Tier of the kept inputs: none (on the device), cpu or disk."""
     architecture: Architecture | None = None
-    sp_size: int = 1
-    chunked_loss: bool | str = False
 
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.sequence < 1:
-            raise ConfigError(f"a batch needs at least one row and one token, found {self.rows} x {self.sequence}")
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * -(-self.sequence // self.sp_size)
+    def tokens(self, config: ZeroConfig) -> int:
+        """Return the tokens of one rank."""
+        return self.rows * -(-self.sequence // config.sp_size)
 
 
 LOSS_BYTES = 1 << 30
@@ -79,12 +67,12 @@ def chunked_logits_bytes(architecture: Architecture) -> int:
     return architecture.vocab * 3 * 4
 
 
-def input_bytes(batch: Batch, size: int, is_mixed: bool) -> int:
-    """Return bytes of one checkpointed layer's input; 0 if the architecture is not known."""
-    return 0 if batch.architecture is None else batch.tokens * batch.architecture.hidden * (4 if is_mixed else size)
+def input_bytes(architecture: Architecture, tokens: int, size: int, is_mixed: bool) -> int:
+    """Return bytes of one checkpointed layer's input."""
+    return tokens * architecture.hidden * (4 if is_mixed else size)
 
 
-def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int, int]:
+def activation_bytes(batch: Batch, config: ZeroConfig, size: int, is_mixed: bool) -> tuple[int, int, int]:
     """Estimate bytes on the device, and return those of offloaded checkpoints on the host and on disk.
 
     All are 0 if the architecture is not known. Two inputs are on the device at once: one in use, one on its way.
@@ -93,50 +81,51 @@ def activation_bytes(batch: Batch, size: int, is_mixed: bool) -> tuple[int, int,
         size: bytes per element of the compute dtype.
         is_mixed: under autocast the residual stream stays float32.
     """
-    architecture = batch.architecture
+    architecture, tokens = batch.architecture, batch.tokens(config)
     if architecture is None:
         return 0, 0, 0
     layer = layer_bytes(architecture, size, 4 if is_mixed else size)
-    is_chunked = batch.chunked_loss is True or (
-        batch.chunked_loss == "auto" and batch.tokens * architecture.vocab * 4 > LOSS_BYTES
+    is_chunked = config.chunked_loss is True or (
+        config.chunked_loss == "auto" and tokens * architecture.vocab * 4 > LOSS_BYTES
     )
-    head = batch.tokens * logits_bytes(architecture, size)
+    head = tokens * logits_bytes(architecture, size)
     if is_chunked:
         head = min(head, chunk_tokens(architecture.vocab) * chunked_logits_bytes(architecture))
     if not batch.checkpointing:
-        return batch.tokens * architecture.layers * layer + head, 0, 0
-    one, layers = input_bytes(batch, size, is_mixed), architecture.layers
+        return tokens * architecture.layers * layer + head, 0, 0
+    one, layers = input_bytes(architecture, tokens, size, is_mixed), architecture.layers
     # The backward starts with the logits and releases them before it recomputes the last layer.
-    moment = max(batch.tokens * layer, head)
-    if batch.offload == "none":
+    moment = max(tokens * layer, head)
+    if config.offload_activations == "none":
         return moment + layers * one, 0, 0
     moment += min(2, layers) * one
-    if batch.offload == "cpu":
+    if config.offload_activations == "cpu":
         return moment, layers * one, 0
     return moment, min(layers, WRITTEN_INPUTS + 1) * one, layers * padded(one)
 
 
-def exchange(batch: Batch, size: int) -> tuple[int, float]:
+def exchange(batch: Batch, config: ZeroConfig, size: int) -> tuple[int, float]:
     """Return how often attention exchanges tensors in one forward and its backward, and the bytes of one exchange.
 
     Each layer and pass has two: one of queries, keys and values, one of outputs.
     """
-    architecture = batch.architecture
-    if architecture is None or batch.sp_size == 1:
+    architecture, sharers = batch.architecture, config.sp_size
+    if architecture is None or sharers == 1:
         return 0, 0.0
     heads, pairs = architecture.heads, architecture.key_value_heads or architecture.heads
-    repeats = next(n for n in range(1, heads + 1) if pairs * n % batch.sp_size == 0 or n * pairs >= heads)
+    repeats = next(n for n in range(1, heads + 1) if pairs * n % sharers == 0 or n * pairs >= heads)
     width = (heads + repeats * pairs) * architecture.hidden // heads
     passes = 3 if batch.checkpointing else 2  # forward, recomputation, backward
-    return 2 * passes * architecture.layers, batch.tokens * width * size * (batch.sp_size - 1) / batch.sp_size
+    return 2 * passes * architecture.layers, batch.tokens(config) * width * size * (sharers - 1) / sharers
 
 
-def offload_work(batch: Batch, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
+def offload_work(batch: Batch, config: ZeroConfig, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
     """Return the bytes that offloaded inputs move in one forward and its backward, by road."""
-    if batch.architecture is None or batch.offload == "none":
+    architecture = batch.architecture
+    if architecture is None or config.offload_activations == "none":
         return {}
-    one, layers = input_bytes(batch, size, is_mixed), batch.architecture.layers
-    if batch.offload == "cpu":
+    one, layers = input_bytes(architecture, batch.tokens(config), size, is_mixed), architecture.layers
+    if config.offload_activations == "cpu":
         return {"down": layers * one, "up": layers * one}
     late = max(0, layers - WRITTEN_INPUTS)
     arrives = layers - late if is_cpu else layers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ..core.layout import Layout, SpanLayout, UnitLayout, UseTimes, itemsize
+from ..core.layout import SpanLayout, UnitLayout, UseTimes, itemsize
 from ..tiers.pool import KEPT_BUFFERS
 from ..tiers.tier import Tier, padded
 from .costs import (
@@ -68,13 +68,13 @@ class Passing:
     """The part that the pool keeps between backward and step."""
 
 
-def passing_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> Passing:
+def passing_bytes(placements: Sequence[Placement], setup: Setup) -> Passing:
     """Return temporary bytes: gathered units, gradients that are reduced, buffers of the host.
 
     A unit is gathered from its first use to its last, and the next one with it. In the backward its local gradients exist
     together with the buffer and the mean of the unit before it (docs/PLAN.md).
     """
-    uses = layout.uses()
+    layout, uses = setup.layout, setup.layout.uses()
     order = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
     units = [_unit_bytes(layout.units[at], uses[at], at, placements, setup) for at in order]
     out = Passing()
@@ -199,7 +199,7 @@ def _count_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None
 
 def _unit_bytes(unit: UnitLayout, use: UseTimes, at: int, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
     """Return the bytes of one unit; `at`: its index in the layout."""
-    out = _UnitBytes(use, stays=at in setup.kept)
+    out = _UnitBytes(use, stays=at in (setup.kept or ()))
     for span in unit.spans:
         placement, compute = placements[span.index], itemsize(span.spec.compute_dtype)
         if stays(span, placement, setup.policy):
@@ -260,11 +260,11 @@ def _landing_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
     return span.slice_numel * (arriving + (stored if adds and is_on_disk else 0))
 
 
-def block_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
+def block_bytes(placements: Sequence[Placement], setup: Setup) -> int:
     """Return host bytes of blocks that are cast on their way to the device, and of slabs and full matrices of the disk tier."""
     sizes = setup.sizes
     lanes = blocks = records = largest = 0
-    for span, placement in zip(layout.spans, placements):
+    for span, placement in zip(setup.layout.spans, placements):
         if placement.optimizer is Tier.DISK:
             count, nbytes = _records(span, setup)
             records, largest = records + count, max(largest, nbytes)
@@ -288,28 +288,26 @@ def _records(span: SpanLayout, setup: Setup) -> tuple[int, int]:
     return count, max(sizes, default=0)
 
 
-def matrix_bytes(layout: Layout, placements: Sequence[Placement], setup: Setup) -> int:
+def matrix_bytes(placements: Sequence[Placement], setup: Setup) -> int:
     """Return device bytes of the step over an offloaded full matrix: master, gradient and states of the largest one."""
     sizes = (
         2 * slot.spec.numel * itemsize(span.spec.master_dtype) + sum(slot.spec.state_bytes)
-        for span, placement in zip(layout.spans, placements)
+        for span, placement in zip(setup.layout.spans, placements)
         if span.is_whole and span.slice_numel and placement.is_offloaded and not setup.is_cpu
         for slot in span.owned_slots
     )
     return max(sizes, default=0)
 
 
-def memory_of(
-    layout: Layout, placements: Sequence[Placement], setup: Setup, activations: tuple[int, int, int] = (0, 0, 0)
-) -> Memory:
+def memory_of(placements: Sequence[Placement], setup: Setup, activations: tuple[int, int, int]) -> Memory:
     """Return bytes per rank for `placements`, one per span by index; `activations` by tier."""
     stored = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
-    for span, placement in zip(layout.spans, placements):
+    for span, placement in zip(setup.layout.spans, placements):
         for (tier, kind), value in state_bytes(span, placement, setup).items():
             stored[tier][kind] += value
-    high = passing_bytes(layout, placements, setup)
-    blocks = block_bytes(layout, placements, setup)
-    on_device = matrix_bytes(layout, placements, setup)
+    high = passing_bytes(placements, setup)
+    blocks = block_bytes(placements, setup)
+    on_device = matrix_bytes(placements, setup)
     stored[Tier.HOST]["staging"] = blocks + high.resting_scratch
     peak = {tier: dict(kinds) for tier, kinds in stored.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..config import ZeroConfig, size_text
+from ..config import ZeroConfig, ranks_text, size_text
 from ..core.layout import Layout, ParamSpec
 from ..core.precision import Precision, castable_params, dtype_name
 from ..core.units import LIMITS, Group, Limits, find_groups, find_visits
@@ -21,18 +22,31 @@ from ..tiers.tier import Tier
 from .costs import KINDS, TIERS, Memory, Placement
 from .solve import TIERS_OF, PlanInputs, Step, excess, solve
 
+NAMES = {
+    "device": "device_memory",
+    "host": "host_memory",
+    "disk": "free space in offload_dir",
+    "together": "device and host memory, which are one here,",
+}
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Plan:
     """The placement of all states on each rank, and its cost; `to_dict()` gives plain values for JSON."""
 
     inputs: PlanInputs
     placements: tuple[Placement, ...]
     """Placements by `SpanLayout.index`."""
-    memory: Memory
-    """Bytes per rank, by tier and kind; activations are an estimate."""
-    step: Step
-    """Traffic and predicted time of a step."""
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes per rank, by tier and kind; activations are an estimate."""
+        return self.inputs.memory(self.placements)
+
+    @cached_property
+    def step(self) -> Step:
+        """Traffic and predicted time of a step."""
+        return self.inputs.step(self.placements)
 
     @property
     def layout(self) -> Layout:
@@ -54,12 +68,46 @@ class Plan:
     @property
     def kept(self) -> tuple[int, ...]:
         """Indices of units that stay gathered from forward to backward, those used last first."""
-        return self.inputs.kept(self.placements)
+        return self.inputs.keeps(self.placements)
 
     @property
-    def reasons(self) -> tuple[str, ...]:
+    def reasons(self) -> Iterator[str]:
         """One line for each choice."""
-        return tuple(_reasons(self))
+        config, batch = self.config, self.inputs.batch
+        own, state = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
+        for span, placement in zip(self.layout.spans, self.placements):
+            own[placement.parameters] += span.slice_numel
+            if placement.optimizer is not None:
+                state[placement.optimizer] += span.slice_numel
+        yield _where("parameters", own, config.offload_params, "offload_params")
+        if any(state.values()):
+            yield _where("optimizer state", state, config.offload_optimizer, "offload_optimizer")
+        if shares := self.layout.imbalance():
+            most = "" if len(shares) <= 8 else f" (at most {max(shares):.2f})"
+            yield (
+                "parameters that the optimizer must have whole have one owner each: of their mean a rank owns "
+                f"{', '.join(f'{share:.2f}' for share in shares[:8])}{most}"
+            )
+        if config.keep_gathered is not None and (order := self.inputs.candidates(self.placements)):
+            nbytes = size_text(sum(self.layout.units[at].gathered_bytes for at in self.kept))
+            yield f"{len(self.kept)} of {len(order)} units stay gathered from forward to backward, the last ones: {nbytes}"
+        if batch is None:
+            yield "activations and computing time are not counted: no batch was given"
+        elif batch.architecture is None:
+            yield "activations are not counted: the architecture's sizes are not known"
+        else:
+            sharing = f" on {config.sp_size} ranks" if config.sp_size > 1 else ""
+            yield (
+                f"activations: {size_text(sum(self.inputs.activations))}, an estimate for {batch.rows} x {batch.sequence} "
+                f"tokens{sharing}{' with checkpointing' if batch.checkpointing else ''}"
+            )
+            if (tier := config.offload_activations) != "none":
+                yield f"inputs of checkpointed blocks: on {tier} between forward and backward"
+            if sent := self.traffic["sequence"]:
+                yield f"attention exchanges {size_text(sent)} per rank and step within groups of {config.sp_size}"
+        unknown = [name for name, value in self.parts.items() if value is None]
+        if unknown:
+            yield f"step time is not predicted: no speed is known for {', '.join(unknown)}"
 
     @property
     def fits(self) -> bool:
@@ -68,12 +116,19 @@ class Plan:
     @property
     def shortfall(self) -> str:
         """The missing bytes, and what to change; empty if everything fits."""
-        return _shortfall(self.inputs, self.memory)
+        over = excess(self.inputs.budgets, self.memory)
+        if not over:
+            return ""
+        limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, limit in self.inputs.budgets.items())
+        found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over.items())
+        found += " even with all states in their slowest tier" if self.config.is_auto else ""
+        return (
+            f"{found} at stage {self.config.stage} on {ranks_text(self.inputs.world_size)} "
+            f"(per rank: {limits}). Use stage=3, more offloading, gradient checkpointing, more ranks or more memory; "
+            "`hf-zero plan MODEL --device-memory SIZE` finds settings that fit"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        def table(by_tier: Mapping[Tier, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-            return {tier.value: dict(kinds) for tier, kinds in by_tier.items()}
-
         return {
             "stage": self.config.stage,
             "world_size": self.inputs.world_size,
@@ -81,10 +136,7 @@ class Plan:
             "trainable": self.layout.trainable_numel,
             "states_bytes_per_rank": self.memory.states,
             "states": {kind: sum(self.memory.stored[tier][kind] for tier in TIERS) for kind in KINDS[:3]},
-            "stored": table(self.memory.stored),
-            "peak": table(self.memory.peak),
-            "stored_bytes": {tier.value: self.memory.at_rest(tier) for tier in TIERS},
-            "peak_bytes": {tier.value: self.memory.at_peak(tier) for tier in TIERS},
+            **self.memory.to_dict(),
             "budgets": self.inputs.budgets,
             "traffic": dict(self.traffic),
             "step_s": self.step.seconds,
@@ -105,68 +157,7 @@ def plan(inputs: PlanInputs) -> Plan:
     """
     config = inputs.config
     slowest = inputs.all_in(TIERS_OF[config.offload_params][-1], TIERS_OF[config.offload_optimizer][-1])
-    placements = (solve(inputs) if config.is_auto else None) or slowest
-    return Plan(inputs, placements, inputs.memory(placements), inputs.step(placements))
-
-
-NAMES = {
-    "device": "device_memory",
-    "host": "host_memory",
-    "disk": "free space in offload_dir",
-    "together": "device and host memory, which are one here,",
-}
-
-
-def _shortfall(inputs: PlanInputs, memory: Memory) -> str:
-    """Return the bytes that `memory` lacks, and what to change; empty if it fits."""
-    over = excess(inputs.budgets, memory)
-    if not over:
-        return ""
-    limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, limit in inputs.budgets.items())
-    found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over.items())
-    found += " even with all states in their slowest tier" if inputs.config.is_auto else ""
-    return (
-        f"{found} at stage {inputs.config.stage} on {inputs.world_size} rank{'s' if inputs.world_size > 1 else ''} "
-        f"(per rank: {limits}). Use stage=3, more offloading, gradient checkpointing, more ranks or more memory; "
-        "`hf-zero plan MODEL --device-memory SIZE` finds settings that fit"
-    )
-
-
-def _reasons(made: Plan) -> Iterator[str]:
-    config, batch = made.config, made.inputs.batch
-    own, state = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
-    for span, placement in zip(made.layout.spans, made.placements):
-        own[placement.parameters] += span.slice_numel
-        if placement.optimizer is not None:
-            state[placement.optimizer] += span.slice_numel
-    yield _where("parameters", own, config.offload_params, "offload_params")
-    if any(state.values()):
-        yield _where("optimizer state", state, config.offload_optimizer, "offload_optimizer")
-    shares = made.layout.imbalance()
-    if shares:
-        yield (
-            "parameters that the optimizer must have whole have one owner each: of their mean a rank owns "
-            f"{', '.join(f'{share:.2f}' for share in shares[:8])}{'' if len(shares) <= 8 else f' (at most {max(shares):.2f})'}"
-        )
-    if config.keep_gathered is not None and (order := made.inputs.candidates(made.placements)):
-        nbytes = size_text(sum(made.layout.units[at].gathered_bytes for at in made.kept))
-        yield f"{len(made.kept)} of {len(order)} units stay gathered from forward to backward, the last ones: {nbytes}"
-    if batch is None:
-        yield "activations and computing time are not counted: no batch was given"
-    elif batch.architecture is None:
-        yield "activations are not counted: the architecture's sizes are not known"
-    else:
-        yield (
-            f"activations: {size_text(sum(made.inputs.activations))}, an estimate for {batch.rows} x {batch.sequence} tokens"
-            f"{f' on {batch.sp_size} ranks' if batch.sp_size > 1 else ''}{' with checkpointing' if batch.checkpointing else ''}"
-        )
-        if batch.offload != "none":
-            yield f"inputs of checkpointed blocks: on {batch.offload} between forward and backward"
-        if sent := made.traffic["sequence"]:
-            yield f"attention exchanges {size_text(sent)} per rank and step within groups of {batch.sp_size}"
-    unknown = [name for name, value in made.parts.items() if value is None]
-    if unknown:
-        yield f"step time is not predicted: no speed is known for {', '.join(unknown)}"
+    return Plan(inputs, (solve(inputs) if config.is_auto else None) or slowest)
 
 
 def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> str:

@@ -12,7 +12,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from ..config import size_text
+from ..config import ranks_text, size_text
 from ..core.layout import Layout, itemsize
 
 _MIB = 1 << 20
@@ -83,10 +83,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @property
-    def ranks(self) -> str:
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-
     def __str__(self) -> str:
         columns = self.data_parallel, self.predicted, self.measured
         rows: list[Sequence[str | float | None]] = [
@@ -94,8 +90,8 @@ class Report:
         ]
         rows.append(("sum", *(sum(column.values()) for column in columns)))
         head = (
-            f"ZeRO stage {self.stage} on {self.ranks}: {self.parameters:,} parameters ({self.trainable:,} trained) in "
-            f"{self.units} units\n{self.precision}"
+            f"ZeRO stage {self.stage} on {ranks_text(self.world_size)}: {self.parameters:,} parameters "
+            f"({self.trainable:,} trained) in {self.units} units\n{self.precision}"
         )
         table = _table(("MiB per rank", "plain DP", "planned", "counted now"), rows)
         return f"{head}\n{table}\n{self.comparison()}"
@@ -182,7 +178,7 @@ def start(
         rows.append(("sent", f"{size_text(sent)} per step and rank"))
     return "\n".join(
         [
-            f"hf_zero: ZeRO stage {report.stage} on {report.ranks}",
+            f"hf_zero: ZeRO stage {report.stage} on {ranks_text(report.world_size)}",
             f"  {_SHARDED[report.stage]}",
             *_folded(rows, columns),
             "  memory per rank at its peak, planned (activations not counted)",
@@ -209,6 +205,13 @@ def _peaks(report: Report, limits: Mapping[str, tuple[int, str]]) -> Iterator[tu
             share = row.predicted_peak / limit if limit else 0
             against = f" of {size_text(limit)} {kind}, {share:.1%}" if limit else ""
             yield row.tier, f"{size_text(row.predicted_peak)}{against}{' DOES NOT FIT' if share > 1 else ''}"
+
+
+_PROCESS = {
+    "device allocated peak": "allocated by torch on the device at peak",
+    "rss peak": "resident at peak, Python and libraries included",
+}
+"""What the system and torch measure of the whole process."""
 
 
 def end(
@@ -241,28 +244,19 @@ def end(
             off = f" ({row.measured_peak / row.predicted_peak - 1:+.1%})" if row.predicted_peak else ""
             text = f"{size_text(row.measured_peak)} counted at peak, planned {size_text(row.predicted_peak)}{off}"
             rows.append((row.tier, text))
-    if outside := outside_text(report.process):
-        rows.append(("process", outside))
+    for name, what in _PROCESS.items():
+        if peak := report.process.get(name):
+            rows.append(("process", f"{size_text(peak)} {what}"))
     waited = sorted(((row.wait_s or 0.0, row.road) for row in report.roads), reverse=True)
     if report.step_s and waited and waited[0][0] > 0:
         total = sum(wait_s for wait_s, _ in waited) / report.step_s
         rows.append(("waiting", f"{total:.0%} of a step, most for {waited[0][1]} ({waited[0][0] / report.step_s:.0%})"))
     if saved:
         rows.append(("model", str(saved)))
-    lines = [f"hf_zero: ZeRO stage {report.stage} on {report.ranks}, done", *_folded(rows, columns)]
+    lines = [f"hf_zero: ZeRO stage {report.stage} on {ranks_text(report.world_size)}, done", *_folded(rows, columns)]
     if folder:
         lines.append(f"  {'more':<{_LABEL - 2}}hf-zero report {folder}")  # a line to copy: never wrapped
     return "\n".join(lines)
-
-
-def outside_text(process: Mapping[str, int]) -> str:
-    """Return the lines of the system's and torch's own measurements."""
-    parts = []
-    if peak := process.get("device allocated peak"):
-        parts.append(f"{size_text(peak)} allocated by torch on the device at peak")
-    if peak := process.get("rss peak"):
-        parts.append(f"{size_text(peak)} resident at peak, Python and libraries included")
-    return "; ".join(parts)
 
 
 def duration(seconds: float) -> str:

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, product
 from typing import Any
 
-from ..config import ZeroConfig
-from ..core.layout import Layout, UnitLayout, itemsize
-from ..core.precision import Precision, dtype_name
-from ..tiers.tier import SIZES, Sizes, Tier
+from ..core.layout import UnitLayout, itemsize
+from ..tiers.tier import Tier
 from .costs import TIERS, Memory, Placement, Setup, state_bytes, stays
-from .machine import Machine
 from .network import Network
 from .outline import Batch, activation_bytes, exchange, offload_work
 from .peaks import memory_of
@@ -62,53 +58,16 @@ def excess(budgets: Mapping[str, int], memory: Memory) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class PlanInputs:
+class PlanInputs(Setup):
     """The inputs of a plan.
 
     Args:
-        layout: partitioned for `world_size` owners (one at stage 0).
-        machine: one rank's share.
-        optimizer_tensors: tensors of state per master; 2 for Adam.
         batch: for activations and computing time; None: both are left out.
-        backward_per_step: micro-batches of a step.
-        in_files: names of parameters that may stay in the model's own files.
-        sizes: sizes of blocks and slabs of offloaded state.
         network: the links between ranks; None: those of the machine.
-
-    Raises:
-        ConfigError: an offload that the stage does not allow, or groups of ranks that do not divide `world_size`.
     """
 
-    layout: Layout
-    machine: Machine
-    config: ZeroConfig
-    world_size: int
-    precision: Precision
-    optimizer_tensors: int = 2
     batch: Batch | None = None
-    backward_per_step: int = 1
-    in_files: frozenset[str] = frozenset()
-    sizes: Sizes = SIZES
     network: Network | None = None
-
-    def __post_init__(self) -> None:
-        self.config.check_world_size(self.world_size)
-
-    @cached_property
-    def setup(self) -> Setup:
-        """The inputs of the formulas of `costs`."""
-        return Setup(
-            self.config.policy_for(self.world_size),
-            self.world_size,
-            dtype_name(self.precision.reduce_dtype),
-            self.optimizer_tensors,
-            self.backward_per_step,
-            self.config.step_in_backward,
-            self.machine.shares_memory,
-            self.in_files,
-            self.sizes,
-            self.config.wire,
-        )
 
     @property
     def budgets(self) -> dict[str, int]:
@@ -126,7 +85,8 @@ class PlanInputs:
         """Bytes of activations on the device (estimated), on the host and on disk."""
         if self.batch is None:
             return 0, 0, 0
-        return activation_bytes(self.batch, itemsize(self._compute_dtype), self.precision.autocast_dtype is not None)
+        is_mixed = self.precision.autocast_dtype is not None
+        return activation_bytes(self.batch, self.config, itemsize(self._compute_dtype), is_mixed)
 
     @property
     def compute_s(self) -> float | None:
@@ -134,7 +94,8 @@ class PlanInputs:
         if self.batch is None:
             return 0.0
         rate = self.machine.flops.get(self._compute_dtype)
-        flops = compute_flops(self.layout, self.batch.tokens * self.backward_per_step, self.batch.checkpointing)
+        tokens = self.batch.tokens(self.config) * self.backward_per_step
+        flops = compute_flops(self.layout, tokens, self.batch.checkpointing)
         return None if rate is None else flops / rate
 
     @property
@@ -151,14 +112,14 @@ class PlanInputs:
 
     def candidates(self, placements: Sequence[Placement]) -> list[int]:
         """Return indices of units that a pass gathers twice, those used last first; equal on every rank."""
-        policy, units = self.setup.policy, self.layout.units
+        units = self.layout.units
         return [
             at
             for at in self.layout.gathered_twice()
-            if not all(stays(span, placements[span.index], policy) for span in units[at].spans)
+            if not all(stays(span, placements[span.index], self.policy) for span in units[at].spans)
         ]
 
-    def kept(self, placements: Sequence[Placement]) -> tuple[int, ...]:
+    def keeps(self, placements: Sequence[Placement]) -> tuple[int, ...]:
         """Return the candidates that fit into `keep_gathered` together, those used last first; equal on every rank.
 
         A kept unit holds its gathered bytes from its forward to its backward. All units save equally much per byte; those used
@@ -169,27 +130,28 @@ class PlanInputs:
         sizes = accumulate(self.layout.units[at].gathered_bytes for at in order)
         return tuple(at for at, total in zip(order, sizes) if total <= int(budget or 0))
 
+    def _keeping(self, placements: Sequence[Placement]) -> PlanInputs:
+        return self if self.kept is not None else replace(self, kept=frozenset(self.keeps(placements)))
+
     def memory(self, placements: Sequence[Placement]) -> Memory:
-        setup = replace(self.setup, kept=frozenset(self.kept(placements)))
-        return memory_of(self.layout, placements, setup, self.activations)
+        return memory_of(placements, self._keeping(placements), self.activations)
 
     def step(self, placements: Sequence[Placement]) -> Step:
         """Return the traffic and the time of a step."""
-        setup = replace(self.setup, kept=frozenset(self.kept(placements)))
-        batch, micros = self.batch, self.backward_per_step
-        collectives = collectives_in(self.layout, setup)
+        setup, batch, micros = self._keeping(placements), self.batch, self.backward_per_step
+        collectives = collectives_in(setup)
         moved: dict[str, int] = {}
         if batch is not None:
             size = itemsize(self._compute_dtype)
-            moved = offload_work(batch, size, self.precision.autocast_dtype is not None, setup.is_cpu)
-            count, nbytes = exchange(batch, size)
-            collectives += [Collective(SEQUENCE, PASSES, micros * count, nbytes, batch.sp_size)] if count else []
-        work = work_in_total(self.layout, placements, setup, collectives)
+            moved = offload_work(batch, self.config, size, self.precision.autocast_dtype is not None, self.is_cpu)
+            count, nbytes = exchange(batch, self.config, size)
+            collectives += [Collective(SEQUENCE, PASSES, micros * count, nbytes, self.config.sp_size)] if count else []
+        work = work_in_total(placements, setup, collectives)
         for road, nbytes in moved.items():
             work[PASSES, road] = work.get((PASSES, road), 0) + micros * nbytes
         network = self.network or Network.of(self.machine, self.world_size)
         parts = seconds(work, self.machine, self.compute_s, {} if network is None else network.seconds(collectives))
-        return Step(traffic_of(work, collectives), tuple(collectives), parts, step_seconds(parts, self.machine, setup))
+        return Step(traffic_of(work, collectives), tuple(collectives), parts, step_seconds(parts, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +195,7 @@ class _Filler:
     def _bytes_of(self, unit: UnitLayout, pair: Pair) -> dict[Tier, int]:
         out = dict.fromkeys(TIERS, 0)
         for span in unit.spans:
-            for (tier, _), nbytes in state_bytes(span, Placement.of(span, *pair), self._inputs.setup).items():
+            for (tier, _), nbytes in state_bytes(span, Placement.of(span, *pair), self._inputs).items():
                 out[tier] += nbytes
         return out
 
@@ -291,7 +253,7 @@ class _Filler:
     def cost(self, placements: Sequence[Placement]) -> float:
         """Return the seconds of a step, and a small share of the sum of its parts."""
         parts = {key: value or 0.0 for key, value in self._inputs.step(placements).parts.items()}
-        whole = step_seconds(parts, self._inputs.machine, self._inputs.setup) or 0.0
+        whole = step_seconds(parts, self._inputs) or 0.0
         return whole + TIE * sum(parts.values())
 
     def _excess(self, placements: Sequence[Placement]) -> dict[str, int]:

@@ -47,13 +47,14 @@ WAITS = (*COLLECTIVES, *LINKS, "optimizer")
 """Channels that training waits for; `optimizer`: the thread that steps over offloaded state."""
 
 
-def uses(layout: Layout, setup: Setup) -> list[int]:
+def uses(setup: Setup) -> list[int]:
     """Return how often a step gathers or loads each unit, if it is released between its uses.
 
     Most units once in the forward and once in the backward. The last units of the forward and kept units are still gathered in
     the backward, and an embedding's backward needs no weights.
     """
-    again = {*layout.gathered_twice()} - setup.kept
+    layout = setup.layout
+    again = {*layout.gathered_twice()}.difference(setup.kept or ())
     return [setup.backward_per_step * (1 + (at in again)) if use.first else 0 for at, use in enumerate(layout.uses())]
 
 
@@ -169,28 +170,26 @@ def work_of(span: SpanLayout, placement: Placement, setup: Setup, used: int) -> 
 def _sent_bytes(numel: int, span: SpanLayout, setup: Setup) -> int:
     """Return the bytes sent for `numel` elements of a gradient, one part."""
     coded = _is_coded(numel, span, setup)
-    return CODECS[setup.wire].nbytes(numel) if coded else numel * itemsize(wire_dtype(span, setup))
+    return CODECS[setup.config.wire].nbytes(numel) if coded else numel * itemsize(wire_dtype(span, setup))
 
 
 def _is_coded(numel: int, span: SpanLayout, setup: Setup) -> bool:
-    return fits(CODECS.get(setup.wire), numel, dtype_of(wire_dtype(span, setup)))
+    return fits(CODECS.get(setup.config.wire), numel, dtype_of(wire_dtype(span, setup)))
 
 
-def collectives_in(layout: Layout, setup: Setup) -> list[Collective]:
+def collectives_in(setup: Setup) -> list[Collective]:
     """Return the collectives of all spans."""
-    used = zip(layout.units, uses(layout, setup))
+    used = zip(setup.layout.units, uses(setup))
     return [each for unit, times in used for span in unit.spans for each in collectives_of(span, setup, times)]
 
 
-def work_in_total(
-    layout: Layout, placements: Sequence[Placement], setup: Setup, collectives: Iterable[Collective]
-) -> Work:
+def work_in_total(placements: Sequence[Placement], setup: Setup, collectives: Iterable[Collective]) -> Work:
     """Return the bytes of all spans and of `collectives`."""
     total: Work = {}
     for each in collectives:
         key = each.phase, each.road
         total[key] = total.get(key, 0) + each.count * each.nbytes
-    for unit, used in zip(layout.units, uses(layout, setup)):
+    for unit, used in zip(setup.layout.units, uses(setup)):
         for span in unit.spans:
             for key, value in work_of(span, placements[span.index], setup, used).items():
                 total[key] = total.get(key, 0) + value
@@ -241,7 +240,7 @@ def seconds(
     return parts
 
 
-def step_seconds(parts: Mapping[tuple[str, str], float | None], machine: Machine, setup: Setup) -> float | None:
+def step_seconds(parts: Mapping[tuple[str, str], float | None], setup: Setup) -> float | None:
     """Return the sum over phases of the busiest resource's seconds; None if a part is not known.
 
     This is a lower bound, with perfect overlap within a phase, as in Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 4.
@@ -250,8 +249,8 @@ def step_seconds(parts: Mapping[tuple[str, str], float | None], machine: Machine
     for (phase, road), value in parts.items():
         if value is None:
             return None
-        merged = PASSES if phase == STEP and setup.step_in_backward else phase
-        key = merged, resource(road, machine)
+        merged = PASSES if phase == STEP and setup.config.step_in_backward else phase
+        key = merged, resource(road, setup.machine)
         busy[key] = busy.get(key, 0) + value
     longest: dict[str, float] = {}
     for (phase, _), value in busy.items():

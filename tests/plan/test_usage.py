@@ -54,7 +54,8 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         optimizer.step()
         engine.finish_step()
         optimizer.zero_grad()
-    memory, traffic = usage.predicted(engine, micros)
+    planned = usage.predicted(engine, micros)
+    memory, traffic = planned.memory, planned.traffic
     if share is not None:
         assert engine.plan.kept
     trained = [span for unit in engine.units for span in unit.trained]
@@ -228,7 +229,7 @@ def leaking(rank: int, world: int) -> tuple[int, int, int, int]:
         backward(model, engine, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    memory, _ = usage.predicted(engine)
+    memory = usage.predicted(engine).memory
     now, planned = usage.measure(engine)["device"]["gathered"], memory.peak[usage.Tier.DEVICE]["gathered"]
     highest = recorder.peak["device"]["gathered"]
     full = [sum(span.full_bytes for span in each.spans) for each in kept]
@@ -272,7 +273,7 @@ def peaks(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[tu
         optimizer.step()
         engine.finish_step()
         optimizer.zero_grad()
-    memory, _ = usage.predicted(engine)
+    memory = usage.predicted(engine).memory
     unit = max(unit.gathered_bytes for unit in engine.layout.units)
     rows = []
     for tier in TIERS:
