@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -207,7 +207,7 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
                     file=sys.stderr,
                 )
             if as_json:
-                print_json(found.to_dict())
+                print_json(asdict(found))
                 return
             readers = "`hf-zero plan` and training with a tier of `auto` read it"
             if output is not None:
@@ -220,7 +220,7 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
 
 def _measured(found: Machine) -> Iterator[tuple[str, str]]:
     """Sizes, speeds, seconds of a message, operations per second of matrix products."""
-    for name, value in found.to_dict().items():
+    for name, value in asdict(found).items():
         label = name.replace("_", " ")
         if name == "flops":
             for dtype, rate in value.items():

@@ -36,11 +36,13 @@ from .show import (
     text,
 )
 
-GPUS = {
+_NVIDIA_SMI = {
     "8 GB": 8192 << 20, "12 GB": 12288 << 20, "16 GB": 15360 << 20, "24 GB": 24564 << 20, "40 GB": 40960 << 20,
     "48 GB": 46068 << 20, "80 GB": 81559 << 20, "141 GB": 143771 << 20,
 }  # fmt: skip
-"""Memory that nvidia-smi reports: RTX 3070, RTX 3060, T4, RTX 4090, A100 40GB, L40S, H100, H200."""
+"""Memory that it reports: RTX 3070, RTX 3060, T4, RTX 4090, A100 40GB, L40S, H100, H200."""
+GPUS = {name: int(memory_bytes * (1 - MARGIN)) for name, memory_bytes in _NVIDIA_SMI.items()}
+"""Usable memory: less a margin for the context, libraries and the allocator."""
 _COMMON = "24 GB"
 """The suggestion is for this size, or the next larger one that is enough."""
 LADDER = (
@@ -191,11 +193,6 @@ def choices(asked: Asked) -> Iterator[Plan]:
             yield free.plan(stage=stage, **offloads, device_memory=None, host_memory=None)
 
 
-def usable_bytes(memory_bytes: int) -> int:
-    """Return a GPU's memory less a margin for its context, libraries and the allocator."""
-    return int(memory_bytes * (1 - MARGIN))
-
-
 def best(asked: Asked, budgets: Mapping[str, int]) -> Plan | None:
     """Return the first of `LADDER` that fits the budgets; else with one row at a time."""
     rows_per_step = asked.backward_per_step * asked.batch.rows
@@ -223,7 +220,7 @@ def _show_answer(console: Console, asked: Asked, budgets: Mapping[str, int], mad
     found = list(choices(asked))
     fitting: dict[str, Plan | None] = {}
     for name, size in GPUS.items():
-        fitting[name] = next((each for each in found if each.memory.at_peak(Tier.DEVICE) <= usable_bytes(size)), None)
+        fitting[name] = next((each for each in found if each.memory.at_peak(Tier.DEVICE) <= size), None)
     names = [*GPUS]
     nothing = f"Nothing fits up to {names[-1]} per rank: use more ranks, or a smaller model."
     shown = next((name for name in names[names.index(_COMMON) :] if fitting[name]), names[-1])
@@ -266,12 +263,8 @@ def _show_settings(console: Console, precision: str, made: Plan) -> None:
 # Tables -------------------------------------------------------------------------------------------
 
 
-def _verdict(fits: bool) -> Text:
-    return Text("yes", style=GOOD) if fits else Text("no", style=BAD)
-
-
 def _smallest_gpu(device_bytes: int) -> Text:
-    name = next((name for name, size in GPUS.items() if device_bytes <= usable_bytes(size)), None)
+    name = next((name for name, size in GPUS.items() if device_bytes <= size), None)
     return Text(f"none of {len(GPUS)}", style=BAD) if name is None else Text(name, style=GOOD)
 
 
@@ -282,7 +275,8 @@ def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
     for made in plans:
         states = [sum(made.memory.stored[tier][kind] for tier in TIERS) for kind in STATES]
         sizes = [*states, *(made.memory.at_peak(tier) for tier in tiers)]
-        fits = _verdict(made.fits) if has_budget else _smallest_gpu(made.memory.at_peak(Tier.DEVICE))
+        fits = Text("yes", style=GOOD) if made.fits else Text("no", style=BAD)
+        fits = fits if has_budget else _smallest_gpu(made.memory.at_peak(Tier.DEVICE))
         rows.append([str(made.config.stage), *map(short_size, sizes), fits])
     peaks = [f"{tier.value} peak" for tier in tiers]
     columns = ("stage", "params", "grads", "optim", *peaks, "fits" if has_budget else "GPU")

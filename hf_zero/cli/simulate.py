@@ -71,7 +71,7 @@ def run(asked: Asked, network: Network, as_json: bool) -> None:
                 "planned_peak_bytes": peak_bytes,
                 "step_s": made.step.seconds,
                 "parts_s": made.parts,
-                "machine": asked.machine.to_dict(),
+                "machine": asdict(asked.machine),
                 "network": asdict(network),
             }
         )

@@ -68,9 +68,6 @@ class Machine:
     flops: Mapping[str, float] = field(default_factory=dict)
     """Floating-point operations per second of a matrix product, by dtype name."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def with_speeds_of(self, other: Machine) -> Machine:
         """Return a machine with these bytes and the speeds of `other`."""
         bytes_ = ("device_memory", "host_memory", "disk_free", "shares_memory")
@@ -78,7 +75,7 @@ class Machine:
 
     @staticmethod
     def load(path: str | Path) -> Machine:
-        """Read a machine file: some or all values of `to_dict`.
+        """Read a machine file: some or all fields.
 
         Raises:
             ConfigError: the file is not a readable JSON object of a machine; the message has the name and the value.
@@ -100,9 +97,9 @@ class Machine:
 
     def keep(self, path: Path) -> None:
         """Write a machine file, atomically. Speeds of collectives stay if this probe, of one rank, has none."""
-        values = self.to_dict()
+        values = asdict(self)
         if self.collective is None and path.exists():
-            before = Machine.load(path).to_dict()
+            before = asdict(Machine.load(path))
             values |= {name: before[name] for name in ("collective", "all_reduce", "latency")}
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(values, indent=1) + "\n").encode())

@@ -24,7 +24,6 @@ from .work import (
     PASSES,
     SEQUENCE,
     Collective,
-    collectives_in,
     compute_flops,
     seconds,
     step_seconds,
@@ -138,15 +137,15 @@ class PlanInputs(Setup):
 
     def step(self, placements: Sequence[Placement]) -> Step:
         """Return the traffic and the time of a step."""
-        setup, batch, micros = self._keeping(placements), self.batch, self.backward_per_step
-        collectives = collectives_in(setup)
+        batch, micros = self.batch, self.backward_per_step
         moved: dict[str, int] = {}
+        exchanges: list[Collective] = []
         if batch is not None:
             size = itemsize(self._compute_dtype)
             moved = offload_work(batch, self.config, size, self.precision.autocast_dtype is not None, self.is_cpu)
             count, nbytes = exchange(batch, self.config, size)
-            collectives += [Collective(SEQUENCE, PASSES, micros * count, nbytes, self.config.sp_size)] if count else []
-        work = work_in_total(placements, setup, collectives)
+            exchanges += [Collective(SEQUENCE, PASSES, micros * count, nbytes, self.config.sp_size)] if count else []
+        collectives, work = work_in_total(placements, self._keeping(placements), exchanges)
         for road, nbytes in moved.items():
             work[PASSES, road] = work.get((PASSES, road), 0) + micros * nbytes
         network = self.network or Network.of(self.machine, self.world_size)

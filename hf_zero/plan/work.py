@@ -177,23 +177,21 @@ def _is_coded(numel: int, span: SpanLayout, setup: Setup) -> bool:
     return fits(CODECS.get(setup.config.wire), numel, dtype_of(wire_dtype(span, setup)))
 
 
-def collectives_in(setup: Setup) -> list[Collective]:
-    """Return the collectives of all spans."""
-    used = zip(setup.layout.units, uses(setup))
-    return [each for unit, times in used for span in unit.spans for each in collectives_of(span, setup, times)]
-
-
-def work_in_total(placements: Sequence[Placement], setup: Setup, collectives: Iterable[Collective]) -> Work:
-    """Return the bytes of all spans and of `collectives`."""
+def work_in_total(
+    placements: Sequence[Placement], setup: Setup, more: Iterable[Collective]
+) -> tuple[list[Collective], Work]:
+    """Return the collectives of all spans and `more`, and the bytes of these and of all spans."""
+    spans = [(span, used) for unit, used in zip(setup.layout.units, uses(setup)) for span in unit.spans]
+    collectives = [each for span, used in spans for each in collectives_of(span, setup, used)]
+    collectives += more
     total: Work = {}
     for each in collectives:
         key = each.phase, each.road
         total[key] = total.get(key, 0) + each.count * each.nbytes
-    for unit, used in zip(setup.layout.units, uses(setup)):
-        for span in unit.spans:
-            for key, value in work_of(span, placements[span.index], setup, used).items():
-                total[key] = total.get(key, 0) + value
-    return total
+    for span, used in spans:
+        for key, value in work_of(span, placements[span.index], setup, used).items():
+            total[key] = total.get(key, 0) + value
+    return collectives, total
 
 
 def traffic_of(work: Work, collectives: Iterable[Collective]) -> dict[str, int]:
