@@ -54,56 +54,15 @@ class _UnitBytes:
     """Gradients that need a buffer each on their way to host memory."""
 
 
-@dataclass(slots=True)
-class Passing:
-    """The highest temporary bytes in a step's passes; `scratch` is host memory."""
-
-    gathered: int = 0
-    communication: int = 0
-    gradients: int = 0
-    device: int = 0
-    """Gathered, communication and gradients at one moment."""
-    scratch: int = 0
-    resting_scratch: int = 0
-    """The part that the pool keeps between backward and step."""
-
-
-def passing_bytes(placements: Sequence[Placement], setup: Setup) -> Passing:
-    """Return temporary bytes: gathered units, gradients that are reduced, buffers of the host.
+class _Passes:
+    """Walks through the passes of a step, and keeps their highest temporary bytes.
 
     A unit is gathered from its first use to its last, and the next one with it. In the backward its local gradients exist
     together with the buffer and the mean of the unit before it (docs/PLAN.md).
-    """
-    layout, uses = setup.layout, setup.layout.uses()
-    order = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
-    units = [_unit_bytes(layout.units[at], uses[at], at, placements, setup) for at in order]
-    out = Passing()
-    _count_forward(out, units)
-    _Backward(out, units[::-1], setup, fetches_late=layout.shards == setup.world_size)
-    _count_host(out, units, setup)
-    return out
-
-
-def _count_forward(out: Passing, units: Sequence[_UnitBytes]) -> None:
-    """Count gathered bytes in a forward; units that stay are not released."""
-    events = [(unit.use.first, True, place) for place, unit in enumerate(units)]
-    events += [(unit.use.last, False, place) for place, unit in enumerate(units)]
-    there = 0
-    for _, begins, place in sorted(events):
-        unit = units[place]
-        following = units[place + 1] if place + 1 < len(units) else None
-        if begins:
-            there += unit.full
-        else:
-            there -= 0 if unit.stays else unit.full
-        ahead = following.full if begins and following is not None else 0
-        out.gathered = max(out.gathered, there + ahead)
-
-
-class _Backward:
-    """Counts bytes of a backward over the units in the order of their reduces: those used first come last.
 
     Attributes:
+        gathered: the most of gathered units; `communication`, `gradients`: of local and of stored ones.
+        device: the most of the three at one moment.
         there: gathered bytes of units in use or kept; `ahead`: of the prefetched unit.
         deferred: the unit that is gathered after the running reduce. Not among replicas (`fetches_late`).
         moving: buffer and mean of that reduce; `coming`: the gradients that are stored with it.
@@ -111,9 +70,32 @@ class _Backward:
         kept: stored gradients; `held`: local ones of earlier backwards.
     """
 
-    def __init__(self, out: Passing, units: Sequence[_UnitBytes], setup: Setup, *, fetches_late: bool) -> None:
-        self.out, self.units, self.fetches_late = out, units, fetches_late
+    def __init__(self, units: Sequence[_UnitBytes], setup: Setup) -> None:
+        """`units`: in the order of their first uses."""
+        self.gathered = self.communication = self.gradients = self.device = 0
+        self.fetches_late = setup.layout.shards == setup.world_size
         self.alone, self.adds = setup.world_size == 1, setup.backward_per_step > 1 and not setup.reduces_once
+        self.forward(units)
+        self.backward(units[::-1])
+
+    def forward(self, units: Sequence[_UnitBytes]) -> None:
+        """Count gathered bytes; units that stay are not released."""
+        events = [(unit.use.first, True, place) for place, unit in enumerate(units)]
+        events += [(unit.use.last, False, place) for place, unit in enumerate(units)]
+        there = 0
+        for _, begins, place in sorted(events):
+            unit = units[place]
+            following = units[place + 1] if place + 1 < len(units) else None
+            if begins:
+                there += unit.full
+            else:
+                there -= 0 if unit.stays else unit.full
+            ahead = following.full if begins and following is not None else 0
+            self.gathered = max(self.gathered, there + ahead)
+
+    def backward(self, units: Sequence[_UnitBytes]) -> None:
+        """Count bytes over the units in the order of their reduces: those used first come last."""
+        self.units = units
         self.there, self.ahead = sum(unit.full for unit in units if unit.stays), 0
         self.waiting = self.moving = self.coming = 0
         self.kept = sum(unit.kept for unit in units) if self.adds else 0
@@ -128,18 +110,18 @@ class _Backward:
         events += [(-unit.use.first, 1, self.reduce, at) for at, unit in enumerate(units) if unit.fresh or unit.held]
         events += [(-units[at].use.read, 2, self.leave, at) for at in walk]
         self.update_peaks(0)
-        out.device = max(out.device, out.gathered + self.kept + self.held)
+        self.device = max(self.device, self.gathered + self.kept + self.held)
         for _, _, what, at in sorted(events, key=lambda event: (event[0], event[1], event[3])):
             what(at)
         self.kept += 0 if self.adds or self.alone else self.coming
         self.update_peaks(0)
 
     def update_peaks(self, passing: int, gone: int = 0) -> None:
-        out, gathered, gradients = self.out, self.there + self.ahead - gone, self.kept + self.held
-        out.gathered = max(out.gathered, gathered)
-        out.communication = max(out.communication, passing)
-        out.gradients = max(out.gradients, gradients)
-        out.device = max(out.device, gathered + passing + gradients)
+        gathered, gradients = self.there + self.ahead - gone, self.kept + self.held
+        self.gathered = max(self.gathered, gathered)
+        self.communication = max(self.communication, passing)
+        self.gradients = max(self.gradients, gradients)
+        self.device = max(self.device, gathered + passing + gradients)
 
     def enter(self, at: int) -> None:
         self.fetch()
@@ -179,9 +161,10 @@ class _Backward:
         self.waiting += self.units[at].tied
 
 
-def _count_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None:
-    """Add host buffers. Two units are read at a time, the last one twice, and one more buffer was too small or is in use.
+def _host_bytes(units: Sequence[_UnitBytes], setup: Setup) -> tuple[int, int]:
+    """Return bytes of host buffers in the passes, and of those that the pool keeps between backward and step.
 
+    Two units are read at a time, the last one twice, and one more buffer was too small or is in use.
     Gradients use one buffer after the other, or stay in them until the step.
     """
     reads = max((a.reads + b.reads + a.cast for a, b in pairwise([*units, *units[-1:]])), default=0)
@@ -192,9 +175,8 @@ def _count_host(out: Passing, units: Sequence[_UnitBytes], setup: Setup) -> None
         landing = max((sum(sums[at : at + 3]) for at in range(len(sums))), default=0)
     else:
         landing = max((a + b for a, b in pairwise([*buffers, *buffers[-1:]])), default=0)
-    out.scratch = reads + landing
     singles = sorted([*buffers, *(unit.reads for unit in units)], reverse=True)
-    out.resting_scratch = min(out.scratch, sum(singles[:KEPT_BUFFERS]))
+    return reads + landing, min(reads + landing, sum(singles[:KEPT_BUFFERS]))
 
 
 def _unit_bytes(unit: UnitLayout, use: UseTimes, at: int, placements: Sequence[Placement], setup: Setup) -> _UnitBytes:
@@ -305,18 +287,21 @@ def memory_of(placements: Sequence[Placement], setup: Setup, activations: tuple[
     for span, placement in zip(setup.layout.spans, placements):
         for (tier, kind), value in state_bytes(span, placement, setup).items():
             stored[tier][kind] += value
-    high = passing_bytes(placements, setup)
+    layout, uses = setup.layout, setup.layout.uses()
+    order = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
+    units = [_unit_bytes(layout.units[at], uses[at], at, placements, setup) for at in order]
+    passes, (scratch, resting_scratch) = _Passes(units, setup), _host_bytes(units, setup)
     blocks = block_bytes(placements, setup)
     on_device = matrix_bytes(placements, setup)
-    stored[Tier.HOST]["staging"] = blocks + high.resting_scratch
+    stored[Tier.HOST]["staging"] = blocks + resting_scratch
     peak = {tier: dict(kinds) for tier, kinds in stored.items()}
     device, host = peak[Tier.DEVICE], peak[Tier.HOST]
-    device |= {"gathered": high.gathered, "communication": high.communication, "gradients": high.gradients}
-    host["staging"] = blocks + high.scratch
+    device |= {"gathered": passes.gathered, "communication": passes.communication, "gradients": passes.gradients}
+    host["staging"] = blocks + scratch
     device["staging"] = on_device
     for tier, nbytes in zip(TIERS, activations):
         peak[tier]["activations"] = nbytes
     highest = {tier: sum(kinds.values()) for tier, kinds in peak.items()}
-    alone = high.device + device["activations"], on_device  # between passes, or as they begin
+    alone = passes.device + device["activations"], on_device  # between passes, or as they begin
     highest[Tier.DEVICE] = device["parameters"] + device["optimizer"] + max(alone)
     return Memory(stored, peak, highest)
