@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def look_up(given: str) -> tuple[What, str]:
     Raises:
         ConfigError: none of these.
     """
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))  # unlike Path.expanduser, leaves unknown users as they are
     if path.exists():
         return path, ""
     count = count_of(given)
@@ -148,11 +149,11 @@ def build(
     """
     from ..plan.outline import add_adapters
 
-    is_adapter = isinstance(what, Path) and (what / ADAPTER).is_file()
-    if is_adapter and lora:
+    adapter = what if isinstance(what, Path) and (what / ADAPTER).is_file() else None
+    if adapter is not None and lora:
         raise ConfigError(f"{name} is an adapter already: plan it without --lora")
-    model = _adapter(name, Path(name).expanduser()) if is_adapter else model_of(name, what)
-    if is_adapter:
+    model = model_of(name, what) if adapter is None else _adapter(name, adapter)
+    if adapter is not None:
         source = "the adapter on its base, which is frozen"
     architecture = Architecture.of(model.config, (key for key, _ in model.named_parameters()))
     parameters = sum(param.numel() for param in model.parameters())

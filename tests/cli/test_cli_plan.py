@@ -92,8 +92,9 @@ def test_paths_come_first(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "given",
-    ["/nope/folder", "./gone", "~/gone", "here/gone", "a/b/c", "gone.json", "gone.safetensors", "with space", "a//b/"],
-)
+    ["/nope/folder", "./gone", "~/gone", "~nobody-here/gone", "here/gone", "a/b/c", "gone.json", "gone.safetensors",
+     "with space", "a//b/"],
+)  # fmt: skip
 def test_the_hub_is_not_asked_for_a_path(given, tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
