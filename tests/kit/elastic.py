@@ -12,13 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tests.kit.pool import ON_CPU
+
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "ACCELERATE_USE_CPU": "true",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
+    **ON_CPU,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # pytorch issue 135712: ranks that start again meet keys of the attempt before
 }
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .pool import forking, free_port
+from .pool import ON_CPU, forking, free_port
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -51,12 +51,7 @@ def launch(job: str, out: Path, *arguments: str, ranks: int = 2, timeout: float 
     out.mkdir(parents=True, exist_ok=True)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PARALLELISM_"))},
-        "ACCELERATE_USE_CPU": "true",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
+        **ON_CPU,
         "JOB_TIMEOUT": str(timeout),
     }
     words = [str(JOBS / f"{job}.py"), str(out), *arguments]

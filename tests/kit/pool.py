@@ -24,6 +24,13 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """What libraries read when they are imported, in that process and in every rank."""
+ON_CPU = {
+    **ENVIRONMENT,
+    "ACCELERATE_USE_CPU": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""For programs that are started as users start them."""
 
 
 def forking() -> Any:

@@ -16,6 +16,7 @@ import finetune_vision
 from common import inception, models
 
 from tests.kit.launch import Results, launch
+from tests.kit.pool import free_port
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
 
@@ -45,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def job(place: Path) -> Results:
     runs = {
-        f"{name} {at}": (script, [*COMMON, *words, f"--zero-stage={at}"])
+        f"{name} {at}": (script, [*COMMON, *words, f"--zero-stage={at}"], free_port())
         for name, (script, words, stage) in CASES.items()
         for at in (0, stage)
     }

@@ -3,84 +3,41 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+import hf_zero as zero
+from tests.kit.elastic import agent, ended, lose, rows_by_step
+from tests.kit.launch import JOBS
 from tests.kit.pool import free_port
 
 LAUNCH = Path(__file__).resolve().parents[2] / "scripts" / "launch"
-PROGRAM = """
-import json, os, sys
-import torch, torch.distributed as dist
-import hf_zero as zero
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
-losses = []
-for step in range(3):
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-engine.save(sys.argv[1] + "/saved")
-found = {"losses": losses, "node": os.environ["GROUP_RANK"], "world": dist.get_world_size()}
-with open(f"{sys.argv[1]}/rank{dist.get_rank()}.json", "w") as file:
-    json.dump(found, file)
-"""
-
-
-def start(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
-    (folder / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(folder / "program.py"), str(folder)]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-
-
-def ended(agents: list[subprocess.Popen[bytes]]) -> list[int]:
-    try:
-        return [agent.wait(90) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+PROGRAM = str(JOBS / "elastic_plain.py")
 
 
 @pytest.mark.wide
 @pytest.mark.gloo
 def test_two_nodes_train_as_one_does(tmp_path: Path) -> None:
-    port = free_port()
-    two, one = tmp_path / "two", tmp_path / "one"
+    two, one, log = tmp_path / "two", tmp_path / "one", tmp_path / "log"
     two.mkdir()
     one.mkdir()
-    nodes = [
-        start(
-            two,
-            "--nnodes=2",
-            f"--node-rank={node}",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-            "--nproc-per-node=1",
-        )
-        for node in range(2)
-    ]
-    assert ended(nodes) == [0, 0]
-    assert ended([start(one, "--standalone", "--nproc-per-node=2")]) == [0]
-    for rank in range(2):
-        found = json.loads((two / f"rank{rank}.json").read_text())
-        assert found["node"] == str(rank)
-        assert found["world"] == 2
-        assert found["losses"] == json.loads((one / f"rank{rank}.json").read_text())["losses"]
-    weights = [(folder / "saved" / "model.safetensors").read_bytes() for folder in (one, two)]
+    words = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--nproc-per-node=1"]
+    agents = [agent(log, *words, f"--node-rank={node}", PROGRAM, str(two)) for node in range(2)]
+    agents.append(agent(log, "--standalone", "--nproc-per-node=2", PROGRAM, str(one)))
+    try:
+        for each in agents:
+            ended(each, log)
+    finally:
+        for each in agents:
+            lose(each)
+    steps = rows_by_step(two, [2])
+    assert len(steps) == 12
+    assert steps == rows_by_step(one, [2])
+    weights = [(zero.latest_checkpoint(folder) / "model.safetensors").read_bytes() for folder in (one, two)]
     assert weights[0] == weights[1]
 
 

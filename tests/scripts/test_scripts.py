@@ -343,13 +343,24 @@ def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
 
 BAD = {
     "unknown model": (["--model=no/such"], "no model 'no/such'"),
+    "gpt2 for mlm": (["--task=mlm", "--model=gpt2-tiny"], "--task mlm needs a bert model or one like it"),
+    "bert for clm": (["--model=bert-tiny"], "--task clm needs a gpt2 model or one like it"),
     "missing file": (["--dataset=missing.jsonl"], "no dataset file 'missing.jsonl'"),
+    "missing dataset": (["--dataset=no-such-user/no-such-dataset"], "could not be loaded"),
     "empty dataset": (["--dataset=empty.jsonl"], "empty.jsonl"),
-    "rows without text": (["--dataset=blank.jsonl"], "the dataset is empty or too small"),
+    "empty text": (["--dataset=empty.txt"], "is empty"),
+    "another kind of file": (["--dataset=a.docx"], "ends in none of"),
+    "no JSON": (["--dataset=broken.json"], "could not be loaded"),
+    "rows without text": (["--dataset=blank.jsonl"], "blocks of 64 tokens (--block-size): train 0"),
     "no text column": (["--dataset=columns.jsonl"], "no column 'text' or 'sentence' or 'content'"),
+    "another column": (["--dataset=columns.jsonl", "--text-column=nope"], "no column 'nope'; it has ['a', 'b']"),
     "no label column": (["--dataset=text.jsonl", "--task=classification"], "no column 'label' or 'labels'"),
     "stage 7": (["--zero-stage=7"], "stage must be 0, 1, 2 or 3"),
-    "ranks": (["--nproc=0"], "the number of ranks is the launcher's"),
+    "no number": (["--zero-stage=three"], "'three'"),
+    "ranks": (["--nproc", "0"], "unknown argument '--nproc'; the number of ranks is the launcher's"),
+    "a typo": (["--lerning-rate", "1"], "unknown argument '--lerning-rate'; did you mean --learning-rate"),
+    "no task": (["--task=poetry"], "poetry"),
+    "no block": (["--block-size=0"], "--block-size must be at least 1"),
     "stage and offload": (
         ["--zero-stage=2", "--zero-offload-params=cpu", "--dataset=missing.txt"],
         "needs stage 3 on 2",
@@ -373,7 +384,8 @@ def one_error(ended: Ended, rank: int, message: str) -> None:
 
 def test_bad_input_is_one_line_on_every_rank(place: Path) -> None:
     """All cases in one pair of processes: starting them is what takes long. How a process ends is tested below."""
-    (place / "empty.jsonl").write_text("")
+    for name, text in {"empty.jsonl": "", "empty.txt": "", "a.docx": "x", "broken.json": "{not json"}.items():
+        (place / name).write_text(text)
     (place / "blank.jsonl").write_text('{"text": ""}\n')
     (place / "columns.jsonl").write_text('{"a": "x", "b": "y"}\n')
     (place / "text.jsonl").write_text('{"text": "x"}\n' * 50)

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import finetune
-from common import console, data, metrics, models
+from common import console, data, metrics
 from common.console import UserError
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(60)]
@@ -88,36 +88,6 @@ def test_local_files_of_every_kind_load_alike(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text(json.dumps(rows[0]) + "\n")
     assert set(data.load_text(str(folder))) == {"train", "validation"}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.jsonl", None, "no dataset file"),
-        ("empty.txt", "", "is empty"),
-        ("a.docx", "x", "ends in none of"),
-        ("broken.json", "{not json", "could not be loaded"),
-        ("no-such-user/no-such-dataset", None, "could not be loaded"),
-    ],
-)
-def test_bad_datasets_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if content is not None:
-        Path(name).write_text(content)
-    with pytest.raises(UserError, match=message):
-        data.load_text(name)
-
-
-def test_columns_are_found_or_asked_for() -> None:
-    rows = Dataset.from_dict({"sentence": ["a"], "other": ["b"]})
-    assert data.pick_column(rows, None, data.TEXT_COLUMNS, "--text-column") == "sentence"
-    assert data.pick_column(rows, "other", data.TEXT_COLUMNS, "--text-column") == "other"
-    with pytest.raises(UserError, match=r"no column 'nope'; it has \['sentence', 'other'\].*--text-column"):
-        data.pick_column(rows, "nope", data.TEXT_COLUMNS, "--text-column")
-    with pytest.raises(UserError, match="no column 'label' or 'labels'"):
-        data.pick_column(rows, None, data.LABEL_COLUMNS, "--label-column")
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
@@ -190,13 +160,6 @@ def test_masks_of_the_evaluation_are_drawn_once_those_of_training_each_time(
     assert not torch.isin(first, special).any()
 
 
-def test_too_little_text_is_an_error(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-    for texts in ([], ["", None], ["short"]):
-        rows = Dataset.from_dict({"text": texts}, features=Features({"text": Value("string")}))
-        with pytest.raises(UserError, match=r"empty or too small.*blocks of 64 tokens \(--block-size\): train 0"):
-            data.language_modeling("clm", DatasetDict(train=rows), "text", tokenizers["gpt2"], 64)
-
-
 # --- labels ----------------------------------------------------------------------------------------------------------
 
 
@@ -259,18 +222,6 @@ def test_token_metrics_equal_the_loss_over_all_logits(shift: int) -> None:
     assert found["accuracy"] == pytest.approx(right.float().mean().item())
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-def test_models_that_do_not_fit_the_task_are_refused() -> None:
-    with pytest.raises(UserError, match="--task mlm needs a bert model or one like it"):
-        models.load_config("mlm", "gpt2-tiny")
-    with pytest.raises(UserError, match="--task clm needs a gpt2 model or one like it"):
-        models.load_config("clm", "bert-tiny")
-    with pytest.raises(UserError, match="no model 'nope/nope'"):
-        models.load_config("clm", "nope/nope")
-
-
 # --- flags and messages ----------------------------------------------------------------------------------------------
 
 
@@ -296,23 +247,6 @@ def test_defaults_suit_the_model_and_give_way() -> None:
     _, args = finetune.parse(["--model", "some/model", "--dataset", "some/data"])
     assert (args.max_steps, args.learning_rate, args.num_train_epochs) == (-1, 5e-5, 3)
     assert args.output_dir == "runs/model-clm"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--zero-stage", "7"], "stage must be 0, 1, 2 or 3"),
-        (["--zero-stage", "three"], "zero.stage.*three"),
-        (["--nproc", "0"], "unknown argument '--nproc'; the number of ranks is the launcher's"),
-        (["--lerning-rate", "1"], "unknown argument '--lerning-rate'; did you mean --learning-rate"),
-        (["--task", "poetry"], "poetry"),
-        (["--block-size", "0"], "--block-size must be at least 1"),
-    ],
-)
-def test_bad_flags_are_one_line(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        finetune.parse(words)
-    assert "\n" not in console.one_line(caught.value)
 
 
 def test_messages_are_one_short_line() -> None:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from harness import RANK, WORLD, check, gpt2, watch
 from torch.utils.data import Dataset
@@ -60,7 +61,6 @@ class Notes(TrainerCallback):
 
 def arguments(folder: str, **changes: Any) -> TrainingArguments:
     settings: dict[str, Any] = {
-        "output_dir": folder,
         "parallelism_config": zero.ZeroPlugin(stage=3),
         "per_device_train_batch_size": 3,  # of two ranks: six rows in a step
         "num_train_epochs": 2,
@@ -68,14 +68,10 @@ def arguments(folder: str, **changes: Any) -> TrainingArguments:
         "weight_decay": 0.1,
         "logging_steps": 1,
         "save_steps": 2,
-        "save_strategy": "steps",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
         "seed": 3,
         "optim": "adamw_torch",
     }
-    return TrainingArguments(**{**settings, **changes})
+    return harness.arguments(folder, None, **{**settings, **changes})
 
 
 def settings_of(kind: str, offload_dir: Path) -> dict[str, Any]:

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from elastic_job import NumberedRows, model_of, settings_of
+from elastic_job import NumberedRows, arguments, model_of, settings_of
 from harness import OUT, RANK, WORLD, check, watch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import hf_zero as zero
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.kit.health import Health
 
 ROWS, TIER = NumberedRows(), OUT / "tier"
@@ -56,8 +54,8 @@ class Looking(TrainerCallback):
 
 
 def trainer(tier: str, steps: int, every: int, run: Path) -> float:
-    args = TrainingArguments(
-        output_dir=str(run),
+    args = arguments(
+        str(run),
         parallelism_config=zero.ZeroPlugin(**settings_of(tier, TIER), async_save=tier != "device"),
         per_device_train_batch_size=12 // WORLD,
         max_steps=steps,
@@ -65,14 +63,8 @@ def trainer(tier: str, steps: int, every: int, run: Path) -> float:
         logging_steps=10,
         eval_strategy="steps",
         eval_steps=every,
-        save_strategy="steps",
         save_steps=every,
         save_total_limit=2,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=3,
-        optim="adamw_torch",
     )
     looking = Looking(Looks(run), every)
     run_ = Trainer(model_of(tier), args, train_dataset=ROWS, eval_dataset=NumberedRows(8), callbacks=[looking])

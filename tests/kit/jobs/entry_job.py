@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset
-from harness import OUT, Tokens, arguments, check, fresh, gpt2, raised, watch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from harness import OUT, Tokens, arguments, check, fresh, gpt2, raised, tokenizer, watch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
 import hf_zero as zero
@@ -33,18 +30,6 @@ def sharded(**settings: Any) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     zero.shard(model, optimizer, zero.ZeroConfig(**settings))
     return model, optimizer
-
-
-@contextmanager
-def environment(**changes: str | None) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    for name, value in changes.items():
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def entered() -> None:
@@ -65,7 +50,8 @@ def alone_on_purpose() -> list[int]:
 
 
 def under_mpi() -> str:
-    with environment(WORLD_SIZE=None, OMPI_COMM_WORLD_SIZE="2"):
+    with mock.patch.dict(os.environ, OMPI_COMM_WORLD_SIZE="2"):
+        del os.environ["WORLD_SIZE"]
         return raised(lambda: sharded(stage=2))
 
 
@@ -102,16 +88,12 @@ def of_flags(cls: type[Trainer]) -> Callable[[], Trainer]:
 
 
 def supervised() -> Trainer:
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(20))])}
-    core = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     given = {"use_cpu": False, "max_steps": 1, "save_strategy": "no", "max_length": 24, "bf16": False}
     return SFTTrainer(
         gpt2(),
         arguments(OUT / "sft", 3, SFTConfig, **given),
         train_dataset=Dataset.from_dict({"text": [f"w{row} w{row + 1} w{row + 2}" for row in range(16)]}),
-        processing_class=tokenizer,
+        processing_class=tokenizer(),
     )
 
 
@@ -127,7 +109,9 @@ def accelerated(build: Callable[..., Accelerator], argument: str) -> str:
 def joined_late() -> str:
     """The group is opened after the Accelerator, which has counted one process; only data is prepared with it."""
     fresh()
-    with environment(WORLD_SIZE=None, RANK=None, LOCAL_RANK=None):
+    with mock.patch.dict(os.environ):
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            del os.environ[name]
         accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
     dist.init_process_group("gloo")
     try:

@@ -15,13 +15,20 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # scripts are started by their path
 
 import hf_zero as zero
+from tests import models
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+WORDS = 60
 OUT = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 SAVED = [
     "config.json",
@@ -73,21 +80,17 @@ def raised(work: Callable[[], Any]) -> str:
     return ""
 
 
-def gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
+def assert_refused(work: Callable[[], Any], *parts: str, kind: str = "ConfigError") -> None:
+    said = raised(work)
+    assert said.startswith(f"{kind}: "), said
+    for part in parts:
+        assert part in said, (part, said)
+
+
+def gpt2(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {
-        "vocab_size": 64,
-        "n_positions": 32,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
-    return GPT2LMHeadModel(GPT2Config(**{**settings, **changes}))
+    settings = {"vocab_size": 64, "n_positions": 32, "eos_token_id": 1, "use_cache": True, **changes}
+    return models.gpt2(**settings)
 
 
 def bert(seed: int = 0) -> BertForSequenceClassification:
@@ -112,6 +115,16 @@ def arguments(folder: str | Path, stage: int | None, kind: Any = TrainingArgumen
         changes["parallelism_config"] = zero.ZeroPlugin(stage=stage)
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "per_device_train_batch_size": 2}
     return kind(output_dir=str(folder), **{**quiet, **changes})
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of four special words, and `w0`, `w1`, … behind them: as many as the models here have embeddings."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    words = {word: number for number, word in enumerate([*special, *(f"w{i}" for i in range(WORDS))])}
+    core = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = WhitespaceSplit()
+    names = {f"{word[1:-1]}_token": word for word in special}
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -156,6 +169,13 @@ def optimizer_distance(left: dict[str, Any], right: dict[str, Any]) -> float:
         for side in (left, right)
     ]
     return distance(*({name: side[name] for name in sorted(side)} for side in flat))
+
+
+def flip(path: Path, at: int = -3) -> None:
+    """One bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def files_under(folder: Path, but: Iterable[str] = ()) -> list[str]:
