@@ -115,18 +115,18 @@ def product(factors: Mapping[str, Sequence[Any]], accept: Callable[[Setting], bo
     return [row for row in rows if row.is_valid and accept(row)]
 
 
-def values(row: Setting) -> list[tuple[str, Any]]:
-    """Return the row as pairs of a factor and its value."""
-    return [(field.name, getattr(row, field.name)) for field in dataclasses.fields(Setting)]
+def values(row: Any) -> list[tuple[str, Any]]:
+    """Return the row, a dataclass, as pairs of a factor and its value."""
+    return [(field.name, getattr(row, field.name)) for field in dataclasses.fields(row)]
 
 
 @functools.cache
-def pairs(row: Setting) -> frozenset[Any]:
+def pairs(row: Any) -> frozenset[Any]:
     """Return every two values of the row."""
     return frozenset(itertools.combinations(values(row), 2))
 
 
-def covering(rows: Sequence[Setting], seed: str) -> list[Setting]:
+def covering(rows: Sequence[Any], seed: str) -> list[Any]:
     """Return rows that together hold every pair of values that any of `rows` holds.
 
     Args:
@@ -134,7 +134,7 @@ def covering(rows: Sequence[Setting], seed: str) -> list[Setting]:
     """
     rows = random.Random(seed).sample(rows, len(rows))
     missing: set[Any] = set().union(*map(pairs, rows))
-    chosen: list[Setting] = []
+    chosen: list[Any] = []
     while missing:
         chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
         missing -= pairs(chosen[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 import hf_zero as zero
 from tests.kit.common import MODELS, Case, batch, optimizer_for
-from tests.kit.offloading import pairwise, same, values
+from tests.kit.offloading import same, values
 from tests.kit.transports import SMALL, Inflight, Link, Roads
+from tests.settings import covering
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -31,8 +33,8 @@ MODEL_SIZES = {"gpt2": {"n_layer": 4, "n_embd": 64}, "bert": {"num_hidden_layers
 
 
 def cases() -> list[Case]:
-    offloaded = pairwise(DIMENSIONS, lambda c: (c["offload_optimizer"], c["offload_params"]) != ("none", "none"))
-    return [Case(**values, steps=6) for values in offloaded]
+    rows = [Case(**dict(zip(DIMENSIONS, values)), steps=6) for values in itertools.product(*DIMENSIONS.values())]
+    return covering([row for row in rows if {row.offload_optimizer, row.offload_params} != {"none"}], "gpu")
 
 
 def build(case: Case, folder: str, roads: Roads | None = None) -> tuple[Any, Any, zero.Engine]:

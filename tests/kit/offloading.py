@@ -1,9 +1,7 @@
-"""For tests of offloading: small blocks and records, cases that meet pairwise."""
+"""For tests of offloading: small blocks and records, values that are equal."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +18,6 @@ def same(mine: Any, theirs: Any) -> bool:
     if (mine.dtype, mine.shape, mine.device) != (theirs.dtype, theirs.shape, theirs.device):
         return False
     return mine.is_meta or torch.equal(mine, theirs)
-
-
-def pairwise(
-    dimensions: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool] = lambda _: True
-) -> list[dict[str, Any]]:
-    """Few combinations in which every two values of different dimensions meet, wherever one allowed combination has both.
-
-    Greedy: each further combination has as many new pairs as any; of equals the first in the product's order.
-    """
-    everything = [c for c in (dict(zip(dimensions, v)) for v in itertools.product(*dimensions.values())) if allowed(c)]
-    pairs = [set(itertools.combinations(combination.items(), 2)) for combination in everything]
-    left = set().union(*pairs)
-    chosen = []
-    while left:
-        best = max(range(len(pairs)), key=lambda index: len(pairs[index] & left))
-        chosen.append(everything[best])
-        left -= pairs[best]
-    return chosen
 
 
 def values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
