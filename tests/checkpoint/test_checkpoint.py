@@ -19,6 +19,8 @@ from hf_zero import verify
 from hf_zero.config import parse_bytes
 from tests.conformance.checkpoint import same
 from tests.conformance.test_checkpoints import Zoo, optimizer_of
+from tests.kit.health import peak_growth_bytes
+from tests.kit.jobs.harness import flip
 
 pytestmark = pytest.mark.gloo
 
@@ -244,9 +246,7 @@ def unverified(rank: int, world: int, folder: Path) -> None:
     engine.save(folder)
     path = folder / "model.safetensors"
     if rank == 0:
-        raw = bytearray(path.read_bytes())
-        raw[-40] ^= 1
-        path.write_bytes(raw)
+        flip(path, -40)
     engine.exchange(None)
     with pytest.raises(zero.CheckpointError, match=r"model\.safetensors is damaged"):
         engine.load(folder)
@@ -276,19 +276,6 @@ def test_sizes_are_read_as_people_write_them():
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
-
-
-def peak_growth_bytes(work) -> int:
-    """By how much resident memory rises above where it was."""
-
-    def status(field: str) -> int:
-        text = Path("/proc/self/status").read_text()
-        return int(text.split(f"{field}:")[1].split()[0]) << 10
-
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    work()
-    return status("VmHWM") - before
 
 
 def large(rank: int, world: int, folder: Path) -> tuple[int, int]:

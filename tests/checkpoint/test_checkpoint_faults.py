@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import resource
-import signal
+import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 from torch import nn
 
 import hf_zero as zero
+from tests.faults.faults import CALLS, faults
 from tests.faults.operations import Job, hidden
-from tests.kit.injection import Call, Forked, calls, fail_at
+from tests.kit.injection import instead
 from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
@@ -32,25 +32,6 @@ def job_with_old_target(rank: int, world: int, place: Path, start: str = "old") 
     job.restore_target(start)
     job.load(place / "new")
     return job
-
-
-def limited(rank: int, world: int, place: Path) -> None:
-    """The kernel itself refuses to let a file grow."""
-    job = job_with_old_target(rank, world, place)
-
-    def save() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, resource.RLIM_INFINITY))
-        with pytest.raises(zero.CheckpointError, match=r"File too large"):
-            job.save(job.target)
-
-    assert Forked(save).wait()[0] == 0
-    assert job.version(job.target) == "old"
-    assert not job.left_overs()
-
-
-def test_a_file_size_limit(pools, tmp_path):
-    pools[1].run(limited, tmp_path)
 
 
 def fill_disk(rank: int, world: int, folder: Path) -> None:
@@ -97,11 +78,11 @@ def behind(rank: int, world: int, place: Path) -> None:
 
     changed = threading.Event()
 
-    def wait(index: int, call: Call, args: Any) -> None:
-        if call[0] == "pwrite":
-            changed.wait(30)
+    def wait(real: Any, *args: Any) -> Any:
+        changed.wait(30)
+        return real(*args)
 
-    with calls(wait):
+    with instead(os, pwrite=wait):
         move_on("a")
         job.save(place / "a", async_save=True)
         move_on("b")
@@ -115,11 +96,11 @@ def behind(rank: int, world: int, place: Path) -> None:
     assert job.version(place / "b") == "b"
     job.load(place / "a")
     for nexts in (job.engine.wait_for_save, lambda: job.save(place / "c"), lambda: job.load(place / "b")):
-        with calls(fail_at(2, errno.EIO) if rank == 1 else lambda *_: None):
+        with faults(place, CALLS["write"], 0, "error") if rank == 1 else nullcontext():
             job.save(place / "b", async_save=True)
             while any(thread.name.startswith("hf_zero save") for thread in threading.enumerate()):  # `wait` would tell
                 time.sleep(0.01)
-        with pytest.raises(zero.CheckpointError, match=r"exp_avg_sq|model\.safetensors|Input/output"):
+        with pytest.raises(zero.CheckpointError, match="No space left"):
             nexts()
         job.engine.wait_for_save()  # said once
         zero.verify(place / "b")

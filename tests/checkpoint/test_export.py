@@ -20,10 +20,13 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import hf_zero as zero
 from hf_zero.checkpoint.cards import RUN_FILE, RunFacts
-from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
+from hf_zero.checkpoint.manifest import MANIFEST, Manifest
 from hf_zero.cli import main as cli
-from tests.kit.common import bert, gpt2
-from tests.kit.injection import Forked, calls, kill_at
+from tests.faults.faults import CHANGES, faults
+from tests.kit.common import bert, gpt2, sign
+from tests.kit.health import peak_growth_bytes
+from tests.kit.injection import Forked
+from tests.kit.jobs.harness import files_under, flip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,15 +36,6 @@ def _plain_folders() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*nothing vouches for its bytes")
         yield
-
-
-def vouch(folder: Path, **facts: Any) -> Path:
-    """Make a checkpoint of `folder`: its manifest, as a save writes it."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    manifest = Manifest({name: digest_file(folder / name) for name in names}, facts)
-    (folder / MANIFEST).write_bytes(manifest.to_bytes())
-    return folder
 
 
 def checkpoint(folder: Path, max_shard_size: str = "50GB") -> Path:
@@ -69,11 +63,7 @@ def checkpoint(folder: Path, max_shard_size: str = "50GB") -> Path:
         {"step": 3, "eval_loss": 4.5, "eval_runtime": 1.0},
     ]
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "epoch": 1.0, "log_history": log}))
-    return vouch(folder, stage=3, world_size=2, hf_zero="1.2.3")
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sign(folder, {"stage": 3, "world_size": 2, "hf_zero": "1.2.3"})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +76,7 @@ def test_equals_save_pretrained_of_the_cast_model(tmp_path: Path, dtype: str, ma
     out = zero.export(tmp_path / "source", tmp_path / "out", dtype=dtype)
     assert out == tmp_path / "out"
     sharded = max_shard_size == "30KB"
-    for name in files(tmp_path / "expected"):
+    for name in files_under(tmp_path / "expected"):
         if not sharded:
             assert (out / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
     weights = [
@@ -105,18 +95,18 @@ def test_equals_save_pretrained_of_the_cast_model(tmp_path: Path, dtype: str, ma
             json.loads((p / "model.safetensors.index.json").read_text()) for p in (out, tmp_path / "expected")
         )
         assert mine["metadata"]["total_size"] == theirs["metadata"]["total_size"]
-        assert len(files(out)) > 5
+        assert len(files_under(out)) > 5
         assert all((out / name).stat().st_size < 40_000 for name in mine["weight_map"].values())
 
 
 def test_only_the_model(tmp_path: Path) -> None:
     out = zero.export(checkpoint(tmp_path / "checkpoint-3"), tmp_path / "out")
-    assert files(out) == sorted(
+    assert files_under(out) == sorted(
         ["LICENSE", "README.md", "additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json"]
         + ["generation_config.json", "merges.txt", "model.safetensors", "modeling_own.py", "tokenizer.json"]
         + ["tokenizer_config.json", "vocab.json"]
     )
-    for name in set(files(out)) - {"README.md"}:
+    for name in set(files_under(out)) - {"README.md"}:
         assert (out / name).read_bytes() == (tmp_path / "checkpoint-3" / name).read_bytes(), name
     assert AutoModelForCausalLM.from_pretrained(out).num_parameters() == gpt2().num_parameters()
 
@@ -124,16 +114,11 @@ def test_only_the_model(tmp_path: Path) -> None:
 def test_the_files_of_a_checkpoint_are_kept(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", max_shard_size="30KB")
     kept = zero.export(source, tmp_path / "kept")
-    names = [name for name in files(source) if name.startswith("model") and name != "modeling_own.py"]
+    names = [name for name in files_under(source) if name.startswith("model") and name != "modeling_own.py"]
     assert len(names) > 2
-    assert [name for name in files(kept) if name.startswith("model") and name != "modeling_own.py"] == names
+    assert [name for name in files_under(kept) if name.startswith("model") and name != "modeling_own.py"] == names
     for name in names:
         assert (kept / name).read_bytes() == (source / name).read_bytes()
-
-
-def peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text().split()
-    return int(status[status.index("VmHWM:") + 1]) * 1024
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel tells no peak here")
@@ -146,11 +131,8 @@ def test_memory_is_a_chunk_not_a_tensor(tmp_path: Path) -> None:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)  # zeros that take no disk
     zero.export(checkpoint(tmp_path / "small"), tmp_path / "first", dtype="bfloat16")  # what is loaded once
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak_bytes()
-    out = zero.export(tmp_path / "source", tmp_path / "out", dtype="bfloat16")
-    assert (out / "model.safetensors").stat().st_size > size // 2
-    assert peak_bytes() - before < 16 << 20
+    assert peak_growth_bytes(lambda: zero.export(tmp_path / "source", tmp_path / "out", dtype="bfloat16")) < 16 << 20
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > size // 2
 
 
 def test_peft_adapters(tmp_path: Path) -> None:
@@ -162,9 +144,9 @@ def test_peft_adapters(tmp_path: Path) -> None:
         if "lora" in name:
             torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "source")
-    out = zero.export(vouch(tmp_path / "source"), tmp_path / "out", dtype="bfloat16")
+    out = zero.export(sign(tmp_path / "source", {}), tmp_path / "out", dtype="bfloat16")
     assert {"adapter_model.safetensors", "other/adapter_model.safetensors", "other/adapter_config.json"} <= set(
-        files(out)
+        files_under(out)
     )
     for name in ("adapter_model.safetensors", "other/adapter_model.safetensors"):
         before, after = load_file(tmp_path / "source" / name), load_file(out / name)
@@ -177,12 +159,6 @@ def test_peft_adapters(tmp_path: Path) -> None:
 
 
 # Refused ------------------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -249,14 +225,14 @@ def test_values_that_do_not_fit(tmp_path: Path) -> None:
     """Found in the middle of writing: the earlier export stays, nothing is left beside it."""
     source = checkpoint(tmp_path / "source")
     out = zero.export(source, tmp_path / "out")
-    before = {name: (out / name).read_bytes() for name in files(out)}
+    before = {name: (out / name).read_bytes() for name in files_under(out)}
     model = gpt2()
     model.transformer.ln_f.weight.data[0] = 1e5
     model.save_pretrained(source)
-    vouch(source)
+    sign(source, {})
     with pytest.raises(zero.ConfigError, match="ln_f.weight.*1e\\+05"):
         zero.export(source, out, dtype="float16", overwrite=True)
-    assert before == {name: (out / name).read_bytes() for name in files(out)}
+    assert before == {name: (out / name).read_bytes() for name in files_under(out)}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     zero.export(source, out, dtype="bfloat16", overwrite=True)
 
@@ -271,7 +247,7 @@ def test_an_export_killed_at_any_call(tmp_path: Path) -> None:
 
     def export(output: Path, kill: int) -> bool:
         def run() -> None:
-            with calls(kill_at(kill)):
+            with faults(tmp_path, CHANGES, kill, "kill"):
                 zero.export(source, output, overwrite=True)
 
         return Forked(run).wait()[0] != 0
@@ -284,7 +260,7 @@ def test_an_export_killed_at_any_call(tmp_path: Path) -> None:
                 zero.export(tmp_path / "older", out)
             was_killed = export(out, kill)
             if start == "nothing":
-                assert not out.exists() or {"config.json", "model.safetensors"} <= set(files(out))
+                assert not out.exists() or {"config.json", "model.safetensors"} <= set(files_under(out))
             elif (out / "config.json").exists():  # or `from_pretrained` refuses the folder
                 assert (out / "model.safetensors").read_bytes() in weights.values()
             zero.export(source, out, overwrite=True)
@@ -292,21 +268,6 @@ def test_an_export_killed_at_any_call(tmp_path: Path) -> None:
             assert not list(out.parent.rglob(".*zero_saving*"))
             if not was_killed:
                 break
-
-
-def test_a_second_export_to_one_folder_is_refused(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source")
-    refused = []
-
-    def report(action: str, done: int, total: int) -> None:
-        if action == "writing" and not refused:
-            refused.append("")
-            with pytest.raises(zero.CheckpointError, match="another job is saving to") as raised:
-                zero.export(source, tmp_path / "out")
-            refused[0] = str(raised.value)
-
-    zero.export(source, tmp_path / "out", dtype="bfloat16", progress=report)
-    assert str(tmp_path / "out") in refused[0]
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), (torch.float16, torch.float16)])

@@ -16,8 +16,10 @@ from torch import Tensor
 
 import hf_zero as zero
 from hf_zero.checkpoint.cards import RunFacts
-from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file, digest_of
+from hf_zero.checkpoint.manifest import MANIFEST, digest_of
 from hf_zero.core.units import Limits
+from tests.conformance.checkpoint import same
+from tests.kit.common import sign
 from tests.kit.golden.make import GOLDEN, build, optimizer_of, plain, scheduler_of, step
 from tests.kit.transports import Roads
 
@@ -31,13 +33,6 @@ def expected() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return load_file(GOLDEN / "expected.safetensors"), json.loads((GOLDEN / "expected.json").read_text())
 
 
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert sorted(ours) == sorted(theirs)
-    for name, value in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (value.dtype, value.shape), name
-        assert torch.equal(ours[name], value), name
-
-
 def stored(folder: Path, stem: str) -> dict[str, Tensor]:
     """What plain safetensors finds in one file or in several."""
     out: dict[str, Tensor] = {}
@@ -46,24 +41,24 @@ def stored(folder: Path, stem: str) -> dict[str, Tensor]:
     return out
 
 
-def load(rank: int, world: int, kinds: tuple[str, ...]) -> None:
+def load(rank: int, world: int, *folders: Path) -> None:
     theirs, rest = expected()
     drawn = theirs.pop("drawn")
-    for kind in kinds:
+    for folder in folders:
         for stage, roads in ((0, Roads()), (2, Roads()), (3, Roads()), (3, CUT)):
             model = build(seed=2)
             optimizer = optimizer_of(model, lr=0.5)
             engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage), mixed_precision="bf16", **roads.given)
             scheduler = scheduler_of(optimizer)
             step(model, optimizer, rank, number=7)
-            engine.load(GOLDEN / kind, objects={"scheduler": scheduler})
+            engine.load(folder, objects={"scheduler": scheduler})
             if world == 2:  # as many as saved: generators are restored too
                 assert rank != 0 or torch.equal(torch.rand(3), drawn)
             weights, states = model.state_dict(), optimizer.state_dict()
             if rank == 0:
                 assert weights["lm_head.weight"] is weights["transformer.wte.weight"]
                 tensors, mine = plain(model, weights, states)
-                same(tensors, theirs)
+                same(tensors, theirs, "loaded")
                 assert mine == {"groups": rest["groups"]}
                 assert scheduler.state_dict() == rest["scheduler"]
             step(model, optimizer, rank, number=8)
@@ -72,7 +67,7 @@ def load(rank: int, world: int, kinds: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_golden_checkpoints_load_to_the_bit(pools, world):
-    pools[world].run(load, KINDS)
+    pools[world].run(load, *(GOLDEN / kind for kind in KINDS))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,12 +75,12 @@ def test_golden_files_are_plain(kind, tmp_path):
     """Read by safetensors alone; verified; exported, and read by transformers."""
     theirs, rest = expected()
     model = {name.removeprefix("model."): value for name, value in theirs.items() if name.startswith("model.")}
-    same(stored(GOLDEN / kind, "model"), model)
+    same(stored(GOLDEN / kind, "model"), model, "model")
     assert {"average", "count"} <= model.keys()
     assert "passing" not in model
     for state in ("exp_avg", "exp_avg_sq"):
         found = {f"{state}.{name}": value for name, value in stored(GOLDEN / kind / "optimizer", state).items()}
-        same(found, {name: value for name, value in theirs.items() if name.startswith(f"{state}.")})
+        same(found, {name: value for name, value in theirs.items() if name.startswith(f"{state}.")}, state)
     index = json.loads((GOLDEN / kind / "optimizer" / "optimizer.json").read_text())
     assert index["groups"] == rest["groups"]
     for name, entry in index["parameters"].items():
@@ -94,10 +89,10 @@ def test_golden_files_are_plain(kind, tmp_path):
     assert (manifest.facts["world_size"], manifest.facts["stage"]) == (2, 3)
 
     zero.export(GOLDEN / kind, tmp_path / "out")
-    same(stored(tmp_path / "out", "model"), model)
+    same(stored(tmp_path / "out", "model"), model, "exported")
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
-    same({name: loaded[name] for name in model.keys() - {"average", "count"}},
-         {name: model[name] for name in model.keys() - {"average", "count"}})  # fmt: skip
+    ours, stock = ({name: each[name] for name in model.keys() - {"average", "count"}} for each in (loaded, model))
+    same(ours, stock, "loaded by transformers")
 
 
 # What is added, and what is too new -----------------------------------------------------------------------------------
@@ -115,9 +110,7 @@ def change(folder: Path, name: str, alter: Callable[[Any], None]) -> None:
         path.write_bytes(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
     else:
         path.write_text(json.dumps(body))
-        manifest = Manifest.read(folder)
-        files = {**manifest.files, name: digest_file(path)}
-        (folder / MANIFEST).write_bytes(Manifest(files, manifest.facts).to_bytes())
+        sign(folder)
 
 
 JSON_FILES = ("optimizer/optimizer.json", "zero_state.json", MANIFEST)
@@ -147,19 +140,6 @@ def refused(rank: int, world: int, folders: dict[str, Path], version: Any) -> No
     engine.detach()
 
 
-def loads(rank: int, world: int, folder: Path) -> None:
-    theirs, _ = expected()
-    model = build(seed=2)
-    optimizer = optimizer_of(model)
-    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), mixed_precision="bf16")
-    scheduler = scheduler_of(optimizer)
-    engine.load(folder, objects={"scheduler": scheduler})
-    tensors, _ = plain(model, model.state_dict(), optimizer.state_dict())
-    del theirs["drawn"]
-    same(tensors, theirs)
-    engine.detach()
-
-
 def test_fields_that_are_not_known_are_passed_over(pools, tmp_path):
     folder = tmp_path / "more"
     shutil.copytree(GOLDEN / "whole", folder)
@@ -170,7 +150,7 @@ def test_fields_that_are_not_known_are_passed_over(pools, tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "added": {"later": 1}}))
     manifest = zero.verify(folder)
     assert manifest.facts["version_of_something"] == 9
-    pools[1].run(loads, folder)
+    pools[1].run(load, folder)
     zero.export(folder, tmp_path / "out")
 
 

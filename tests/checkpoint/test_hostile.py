@@ -23,7 +23,8 @@ from torch import nn
 import hf_zero as zero
 from hf_zero import verify
 from hf_zero.checkpoint.files import inside
-from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
+from hf_zero.checkpoint.manifest import MANIFEST
+from tests.kit.common import sign
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LONG = settings(QUICK, max_examples=3000, derandomize=False)
@@ -75,14 +76,6 @@ def reader() -> Run:
 @pytest.fixture
 def folder(template: tuple[Path, Any], tmp_path: Path) -> Path:
     return shutil.copytree(template[0], tmp_path / "checkpoint")
-
-
-def sign(folder: Path) -> None:
-    """Digests that fit, as a stranger can write them, too."""
-    facts = Manifest.read(folder).facts
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    manifest = Manifest({name: digest_file(folder / name) for name in names if name != MANIFEST}, facts)
-    (folder / MANIFEST).write_bytes(manifest.to_bytes())
 
 
 def refusal(act: Callable[[Path], Any], path: Path, default: str = "") -> str:

@@ -13,7 +13,8 @@ import pytest
 from hf_zero import CheckpointError, verify
 from hf_zero.checkpoint.folder import Staging
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
-from tests.kit.injection import Forked, calls, kill_at
+from tests.faults.faults import CHANGES, faults
+from tests.kit.injection import Forked
 
 OLD = [
     "config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
@@ -81,23 +82,10 @@ def prepare(parent: Path, start: str) -> tuple[Path, dict[str, str]]:
     return target, kept
 
 
-def killed(k: int, function, *args) -> bool:
-    def run() -> None:
-        with calls(kill_at(k)):
-            function(*args)
-
-    status, _ = Forked(run).wait()
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
-
-
-STARTS = ["nothing", "empty", "files of others", "old", "old and files of others"]
-
-
 @pytest.mark.parametrize("start", ["nothing", "old"])
 def test_files_are_durable_before_the_rename_and_before_the_manifest(start, tmp_path):
     target, _ = prepare(tmp_path / "out", start)
-    with calls() as log:
+    with faults(tmp_path, CHANGES) as log:
         save(target, NEW, "new")
     commit = max(index for index, (kind, _) in enumerate(log) if kind == "rename")
     staged = {path for kind, path in log[:commit] if kind == "fsync"}
@@ -111,28 +99,6 @@ def test_files_are_durable_before_the_rename_and_before_the_manifest(start, tmp_
     between = {path for kind, path in log[moved[-2] : moved[-1]] if kind == "fsync"}
     assert between >= {str(target / name) for name in ["", "optimizer", "new/er/still", "new/er", "new"]}
     assert ("fsync", str(target)) in log[moved[-1] :]
-
-
-def test_stale_weights_of_the_same_kind_are_removed(tmp_path):
-    target = tmp_path / "out"
-    stale = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "model-00009-of-00009.safetensors"]
-    target.mkdir()
-    for name in [*stale, "model.txt", "model-card.md", "other-00001-of-00002.safetensors"]:
-        (target / name).write_text("there is no manifest")
-    save(target, NEW, "new")
-    assert sorted(set(content(target)) - set(NEW)) == sorted(
-        [MANIFEST, "model.txt", "model-card.md", "other-00001-of-00002.safetensors"]
-    )
-    save(target, OLD, "old")
-    assert not (target / "model.safetensors").exists()
-    assert not (target / "new").exists()
-    save(target, ["adapter_model.safetensors"], "adapter")
-    (target / "model.safetensors").write_text("the base model of an adapter")
-    save(target, ["adapter_model.safetensors"], "adapter")
-    assert sorted(content(target)) == sorted(
-        [MANIFEST, "adapter_model.safetensors", "model.safetensors", "model.txt", "model-card.md",
-         "other-00001-of-00002.safetensors"]
-    )  # fmt: skip
 
 
 def hold(target: Path, ready: int, go: int) -> None:
@@ -173,8 +139,12 @@ def test_a_job_that_opened_before_the_target_had_files(tmp_path):
 
 
 def test_staging_folders_of_dead_jobs_are_removed_and_live_ones_kept(tmp_path):
+    def end(name: str) -> None:
+        with faults(tmp_path, CHANGES, 12, "kill"):
+            save(tmp_path / name, NEW, "new")
+
     for name in ("a", "b[1]"):
-        assert killed(12, save, tmp_path / name, NEW, "new")
+        assert Forked(end, name).wait()[0] == -signal.SIGKILL
     assert len(left_overs(tmp_path)) == 2
     ready, go = os.pipe(), os.pipe()
     job = Forked(hold, tmp_path / "c", ready[1], go[0])
@@ -246,19 +216,6 @@ def test_targets_that_cannot_be(tmp_path):
         save(tmp_path / "loop", NEW, "new")
     assert (tmp_path / "file").read_text() == "a file"
     assert left_overs(tmp_path) == []
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_discarded_is_as_if_never_begun(start, tmp_path):
-    target, _ = prepare(tmp_path / "out", start)
-    before = content(target) if target.exists() else None
-    staging = Staging(target)
-    staging.open()
-    fill(staging.path, NEW, "new")
-    staging.discard()
-    staging.discard()
-    assert (content(target) if target.exists() else None) == before
-    assert left_overs(tmp_path / "out") == []
 
 
 # Links --------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 }
 """By class; `create` is the built-in `open` for writing."""
 ANY = tuple(name for names in CALLS.values() for name in names)
+CHANGES = tuple(name for name in ANY if name not in CALLS["read"])
 
 
 def _path(name: str, args: Any, options: Any) -> str:
@@ -37,14 +38,17 @@ def _path(name: str, args: Any, options: Any) -> str:
 
 
 @contextmanager
-def faults(folder: Path, names: tuple[str, ...], at: int | None = None, kind: str = "") -> Iterator[list[str]]:
-    """Count calls of this process, in any thread; yield their files, in order.
+def faults(
+    folder: Path, names: tuple[str, ...], at: int | None = None, kind: str = ""
+) -> Iterator[list[tuple[str, str]]]:
+    """Count calls of this process, in any thread; yield their names and files, in order.
 
     Args:
         at: the number of the call that meets `kind`; None: every one does.
-        kind: `error`, `ends` (nothing moved), `short` (half moved), `kill` (after half of a write), `stop`; empty: none.
+        kind: `error`, `nameless` (an error that lacks the file), `ends` (nothing moved), `short` (half moved), `kill` (after
+            half of a write), `stop`; empty: none.
     """
-    seen: list[str] = []
+    seen: list[tuple[str, str]] = []
     lock = threading.Lock()
 
     def meet(call: Callable[..., Any], name: str, path: str, args: Any, options: Any) -> Any:
@@ -52,12 +56,12 @@ def faults(folder: Path, names: tuple[str, ...], at: int | None = None, kind: st
             return call(*args, **options)
         with lock:
             number = len(seen)
-            seen.append(path)
+            seen.append((name, path))
         if not kind or at not in (None, number):
             return call(*args, **options)
-        if kind == "error":
+        if kind in ("error", "nameless"):
             code = (errno.ENOSPC, errno.EIO)[number % 2]
-            raise OSError(code, os.strerror(code), path)
+            raise OSError(code, os.strerror(code), *([path] if kind == "error" else []))
         if kind == "ends":
             return 0
         if kind in ("short", "kill") and name in ("pwrite", "pwritev", "preadv"):

@@ -86,7 +86,7 @@ def trial(job: Job, name: str, call: str, at: int, kind: str, victim: int) -> No
         except zero.ZeroError as raised:  # any other exception fails the test
             error = raised
     errors = job.everyone(None if error is None else f"{type(error).__name__}: {error}")
-    path = (job.everyone(log)[victim] + [""] * (at + 1))[at]
+    _, path = (job.everyone(log)[victim] + [("", "")] * (at + 1))[at]
     hit = f"{what} ({path}): {errors}"
     assert path, f"{what}: there was no such call"
     if operation.alone:

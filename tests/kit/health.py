@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
@@ -39,12 +39,11 @@ class Health:
     @staticmethod
     def look(step: int, folders: Sequence[Path], ledger_bytes: int) -> Health:
         gc.collect()
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         keys = dist.distributed_c10d._get_default_store().num_keys() if dist.is_initialized() else 0
         found = [path for folder in (*folders, Path(tempfile.gettempdir())) for path in folder.glob("*")]
         return Health(
             step,
-            int(status["VmRSS"].split()[0]) * 1024,
+            memory("VmRSS"),
             len(os.listdir("/proc/self/fd")),
             _threads(),
             threading.active_count(),
@@ -52,6 +51,19 @@ class Health:
             sum("checkpoint" not in path.name for path in found),
             ledger_bytes,
         )
+
+
+def memory(field: str) -> int:
+    """Bytes of this process, by a name of /proc/self/status."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) << 10
+
+
+def peak_growth_bytes(work: Callable[[], object]) -> int:
+    """By how much resident memory rises above where it was."""
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = memory("VmRSS")
+    work()
+    return memory("VmHWM") - before
 
 
 def _threads(looks: int = 5, pause_s: float = 0.01) -> int:

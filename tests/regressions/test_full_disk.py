@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
-import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import hf_zero as zero
-from tests.kit.injection import calls
+from tests.faults.faults import faults
 from tests.models import adamw, inputs, mlp
 
 pytestmark = pytest.mark.gloo
@@ -27,14 +26,8 @@ def full_disk(rank: int, world: int, folder: str) -> None:
     engine.save(folder)
 
     def save_failing_at(k: int) -> str | None:
-        writes = itertools.count()
-
-        def before(_, call, args) -> None:
-            if call[0] in ("create", "pwrite") and next(writes) == k:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
         try:
-            with calls(before):
+            with faults(Path(folder).parent, ("create", "pwrite"), k, "nameless"):
                 engine.save(folder)
         except zero.CheckpointError as error:
             return str(error)
@@ -42,7 +35,8 @@ def full_disk(rank: int, world: int, folder: str) -> None:
 
     messages = list(itertools.takewhile(lambda message: message is not None, map(save_failing_at, itertools.count())))
     found = [re.search(rf"{re.escape(folder)}/\.zero_saving-\w+/ck/?([\w./]*)", message) for message in messages]
-    assert all("No space left" in message and match for message, match in zip(messages, found)), messages
+    assert all(found), messages
+    assert all("No space left" in message for message in messages[::2]), messages
     named = {match[1].rstrip(":") for match in found}
     files = ("model.safetensors", "optimizer/exp_avg.safetensors", "zero_state.safetensors", "zero_manifest.json")
     assert named >= {*files}
