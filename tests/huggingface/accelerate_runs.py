@@ -34,19 +34,26 @@ class Run:
     scheduler: Any
 
 
-def start(
-    stage: int | None, accumulation: int = 1, precision: str = "no", seed: int = 0, plain_optimizer: bool = False
-) -> Run:
+def accelerator_at(stage: int | None, **settings: Any) -> Accelerator:
     """`stage=None` is plain data parallel. Only the constructor's argument differs."""
     fresh()
-    extra = {} if stage is None else {"parallelism_config": zero.ZeroPlugin(stage=stage)}
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, **extra)
-    model = gpt2(seed)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
+    if stage is not None:
+        settings["parallelism_config"] = zero.ZeroPlugin(stage=stage, stall_s=20)
+    return Accelerator(cpu=True, **settings)
+
+
+def descent(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Matrices decay, vectors do not; the rate falls."""
+    decay, rest = ([p for p in model.parameters() if (p.dim() > 1) is large] for large in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def start(stage: int | None, accumulation: int = 1, precision: str = "no", seed: int = 0) -> Run:
+    accelerator = accelerator_at(stage, mixed_precision=precision, gradient_accumulation_steps=accumulation)
+    model = gpt2(seed)
+    optimizer, scheduler = descent(model)
     loader = DataLoader(Tokens(), batch_size=2)
     return Run(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
 

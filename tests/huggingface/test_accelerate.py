@@ -21,7 +21,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 import hf_zero as zero
 from tests.huggingface.test_plugin import refused
-from tests.kit.jobs.harness import distance, gpt2, optimizer_distance
+from tests.kit.jobs.harness import distance, flip, gpt2, optimizer_distance
 
 STAGES = (0, 1, 2, 3)
 
@@ -168,13 +168,6 @@ def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     accelerator.backward(model(torch.ones(2, 4)).square().sum())
     optimizer.step()
     optimizer.zero_grad()
-
-
-def flip(path: Path, at: int = -3) -> None:
-    """One bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("async_save", [False, True])

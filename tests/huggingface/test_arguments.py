@@ -11,32 +11,20 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-import hf_zero as zero
-from tests.kit.jobs.harness import RANK, Tokens, arguments, bert, distance, fresh, gpt2
+from tests.huggingface.trainer_runs import trainer
+from tests.kit.jobs.harness import RANK, Tokens, bert, distance, gpt2
 
 pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
 
-def run(
-    name: str, stage: int | None, build: Any = gpt2, callbacks: Any = None, data: Any = None, **changes: Any
-) -> Trainer:
+def run(name: str, stage: int | None, build: Any = gpt2, **changes: Any) -> Trainer:
     """`stage=None` is plain data parallel."""
-    fresh()
-    settings: dict[str, Any] = {
-        "per_device_eval_batch_size": 2, "max_steps": 3, "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no",
-        "seed": 3, "optim": "adamw_torch",
-    }  # fmt: skip
-    offload = changes.pop("offload_params", "none")
-    if stage is not None:
-        offloaded = {"offload_params": offload, "offload_dir": "tier" if offload == "disk" else None}
-        settings["parallelism_config"] = zero.ZeroPlugin(stage=stage, **offloaded)
-    args = arguments(name, None, **{**settings, **changes})
-    data = data or (Tokens(), Tokens(rows=6, seed=8))
-    return Trainer(build(), args, train_dataset=data[0], eval_dataset=data[1], callbacks=callbacks)
+    usual = {"max_steps": 3, "gradient_accumulation_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    return trainer(name, stage, model=build(), **{**usual, **changes})
 
 
-def losses(trainer: Trainer) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history for name in ("loss", "grad_norm") if name in entry]
+def losses(run: Trainer) -> list[float]:
+    return [entry[name] for entry in run.state.log_history for name in ("loss", "grad_norm") if name in entry]
 
 
 # Full evaluation ---------------------------------------------------------------------------------------------------------
@@ -45,11 +33,11 @@ CLASSES = Tokens(classes=3), Tokens(rows=6, classes=3, seed=8)
 
 
 def evaluated(kind: str, stage: int | None, **changes: Any) -> dict[str, Any]:
-    trainer = run("eval", stage, bert, data=CLASSES, **{f"{kind}_full_eval": True}, **changes)
-    loss = trainer.evaluate()["eval_loss"]
-    found = trainer.predict(CLASSES[1])
+    made = run("eval", stage, bert, data=CLASSES, **{f"{kind}_full_eval": True}, **changes)
+    loss = made.evaluate()["eval_loss"]
+    found = made.predict(CLASSES[1])
     assert np.isfinite(found.predictions.astype(np.float64)).all()
-    return {"loss": loss, "predictions": found.predictions.astype(np.float64).tolist(), "trainer": trainer}
+    return {"loss": loss, "predictions": found.predictions.astype(np.float64).tolist(), "run": made}
 
 
 def full_eval(kind: str, stage: int, **changes: Any) -> None:
@@ -60,14 +48,14 @@ def full_eval(kind: str, stage: int, **changes: Any) -> None:
     assert mine["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert np.array_equal(mine["predictions"], plain["predictions"])
     # It is trained as if it had not been evaluated, and evaluated once more afterwards.
-    trainer = mine["trainer"]
-    assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
-    trainer.train()
-    after = trainer.evaluate()["eval_loss"]
-    state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    made = mine["run"]
+    assert {param.dtype for param in made.model.parameters()} == {torch.float32}
+    made.train()
+    after = made.evaluate()["eval_loss"]
+    state = {name: value.clone() for name, value in made.model.state_dict().items()}
     again = run("unseen", stage, bert, data=CLASSES, **changes)
     again.train()
-    assert losses(trainer) == losses(again)
+    assert losses(made) == losses(again)
     unseen = again.model.state_dict()
     assert RANK or distance(state, unseen) == 0.0
     assert after == pytest.approx(again.evaluate()["eval_loss"], rel=2e-2)
@@ -90,18 +78,18 @@ def compiled(backend: str, stage: int, rel: float = 1e-5, **changes: Any) -> Non
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seen.append(counters["stats"]["unique_graphs"])
 
-    trainer = run("compiled", stage, torch_compile=True, torch_compile_backend=backend, callbacks=[Count()], **changes)
-    trainer.train()
+    made = run("compiled", stage, torch_compile=True, torch_compile_backend=backend, callbacks=[Count()], **changes)
+    made.train()
     assert seen[-1] == seen[1] > 0, seen
-    assert losses(trainer) == pytest.approx(losses(plain), rel=rel)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=rel)
+    assert losses(made) == pytest.approx(losses(plain), rel=rel)
+    assert made.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=rel)
     torch._dynamo.reset()
 
 
 WORK: dict[str, Callable[[], None]] = {
     **{f"bf16_full_eval {stage}": partial(full_eval, "bf16", stage) for stage in range(4)},
     **{
-        f"bf16_full_eval offloaded to {tier}": partial(full_eval, "bf16", 3, offload_params=tier)
+        f"bf16_full_eval offloaded to {tier}": partial(full_eval, "bf16", 3, offload_params=tier, offload_dir=".")
         for tier in ("cpu", "disk")
     },
     **{f"fp16_full_eval {stage}": partial(full_eval, "fp16", stage) for stage in (1, 3)},

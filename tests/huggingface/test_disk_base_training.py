@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.huggingface.conftest import llama
 from tests.huggingface.test_disk_bases import IDS, deferred, load, stored_on_disk
+from tests.kit.health import memory
 from tests.kit.jobs.harness import Tokens, arguments, fresh
 from tests.kit.pool import RankPool
 
@@ -79,11 +80,6 @@ def storage_of(engine: zero.Engine) -> Any:
 def in_files(engine: zero.Engine) -> bool:
     """Return whether the base is read from the model's own files: the engine's file is too small for it."""
     return stored_on_disk(engine) < frozen_bytes(engine.model) // 2
-
-
-def memory(name: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
 
 
 def measured(rank: int, world: int, small: Path, large: Path, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.huggingface.conftest import VOCAB
 from tests.huggingface.test_from_pretrained import header_bytes
-from tests.huggingface.test_weights import build, edit
+from tests.huggingface.test_weights import build
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -75,15 +76,6 @@ def test_what_is_cast_is_read(tmp_path: Path) -> None:
         with zero.Init(**options) as init:
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **cast)
         assert init.bytes_read == expected
-
-
-def test_ties_are_found_without_loading(tmp_path: Path) -> None:
-    build("llama-tied").save_pretrained(tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update({OTHER: tensors["model.embed_tokens.weight"].clone()}))
-    with zero.Init(offload_params="disk") as init:
-        model = load(tmp_path)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert init.peak_numel == 0
 
 
 def test_copies_and_engines_have_what_was_just_written(tmp_path: Path) -> None:
@@ -170,11 +162,6 @@ def touches(rank: int, world: int, base: Path, folder: Path) -> None:
             assert torch.equal(zero.full_parameter(param), change(expected.clone())), name
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_touching_loads(world: int, bases: Path, tmp_path: Path, pools: dict[int, RankPool]) -> None:
-    pools[world].run(touches, bases / "small", tmp_path)
-
-
 def one_rank(rank: int, world: int, base: Path, folder: Path) -> None:
     """What one rank alone has changed is used; the others' parts stay as they were."""
     model = deferred(base).requires_grad_(False)
@@ -222,11 +209,6 @@ def which_units(rank: int, world: int, base: Path, folder: Path) -> None:
                 logits(model)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_which_units_stay_in_the_files(world: int, bases: Path, tmp_path: Path, pools: dict[int, RankPool]) -> None:
-    pools[world].run(which_units, bases / "small", tmp_path)
-
-
 def written(rank: int, world: int, base: Path, folder: Path, when: str) -> None:
     """What is written, before or after `shard`, makes a copy; the file stays as it is."""
     model, stock = deferred(base).requires_grad_(False), load(base)
@@ -248,14 +230,6 @@ def written(rank: int, world: int, base: Path, folder: Path, when: str) -> None:
     for name, param in model.named_parameters():
         assert torch.equal(zero.full_parameter(param), fresh[name])
     assert torch.equal(load_file(file_of(base))[ONE], load(base).get_parameter(ONE))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_first_write_makes_a_copy(
-    world: int, when: str, bases: Path, tmp_path: Path, pools: dict[int, RankPool]
-) -> None:
-    pools[world].run(written, bases / "small", tmp_path, when)
 
 
 # Files that change ----------------------------------------------------------------------------------------------------
@@ -317,11 +291,19 @@ def faults(rank: int, world: int, base: Path, folder: Path) -> None:
                 assert torch.equal(logits(model), expected)
 
 
+WORK: dict[str, Callable[..., None]] = {
+    "touches": touches,
+    "which units stay": which_units,
+    "a write before": partial(written, when="before"),
+    "a write after": partial(written, when="after"),
+    "a file that changes": faults,
+}
+
+
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_file_that_changes_is_an_error_on_all_ranks(
-    world: int, bases: Path, tmp_path: Path, pools: dict[int, RankPool]
-) -> None:
-    pools[world].run(faults, bases / "small", tmp_path)
+@pytest.mark.parametrize("name", WORK)
+def test_on_ranks(name: str, world: int, bases: Path, tmp_path: Path, pools: dict[int, RankPool]) -> None:
+    pools[world].run(WORK[name], bases / "small", tmp_path)
 
 
 def test_a_parameter_on_disk_that_becomes_small(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load
 import hf_zero as zero
 from hf_zero.cli.main import main as cli
 from tests.kit.hub_server import TOKEN, Hub
-from tests.kit.jobs.harness import Tokens, arguments, files_under, fresh, gpt2, raised
+from tests.kit.jobs.harness import Tokens, arguments, assert_refused, files_under, flip, fresh, gpt2, raised
 from tests.kit.pool import ENVIRONMENT, RankPool
 
 pytestmark = pytest.mark.gloo
@@ -61,13 +61,6 @@ def on_client(clients: dict[int, RankPool], place: Path) -> Callable[..., Any]:
 
 def _called(rank: int, world: int, work: Callable[..., Any], *args: Any) -> Any:
     return work(*args)
-
-
-def assert_refused(work: Callable[[], Any], *parts: str, kind: str = "ConfigError") -> None:
-    said = raised(work)
-    assert said.startswith(f"{kind}: "), said
-    for part in parts:
-        assert part in said, (part, said)
 
 
 def model_at(where: str | Path, **how: Any) -> Any:
@@ -230,12 +223,11 @@ def damaged(place: Path) -> None:
     zero.export(trained(place), push_to_hub="user/before")
     assert contacted <= {"127.0.0.1"}, contacted  # none where an earlier upload has left its connection open
     path = trained(place) / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip(path)
     assert_refused(
         lambda: zero.export(trained(place), push_to_hub="user/damaged"), "model.safetensors", kind="CheckpointError"
     )
-    path.write_bytes(data)
+    flip(path)
 
 
 @pytest.mark.wide

@@ -78,6 +78,7 @@ def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rows = 2 * 2  # micro-batches of two rows
     ids = len(Tokens()[0]["input_ids"])
     assert [(step["samples"], step["tokens"]) for step in steps] == [(rows, rows * ids)] * 4
+    assert str(tmp_path) not in json.dumps([facts, *rest])
     assert (facts["kind"], facts["stage"], facts["predicted"]["backward_per_step"]) == ("facts", 3, 2)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["forwards"] for step in steps] == [2, 2, 2, 2]
@@ -132,11 +133,17 @@ def test_reporters_of_a_trainer_that_knows_of_no_plugin(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind half a line of a run that was killed; what is resumed is said."""
+    file, half = tmp_path / "zero_steps.jsonl", '{"kind": "step", "st'
+    file.write_text(half)
     train(tmp_path, [zero.ZeroCallback(report=False)], max_steps=2, save_strategy="steps", save_steps=2)
     AcceleratorState._reset_state(True)
-    train(tmp_path, [zero.ZeroCallback(report=False)], resume=True, max_steps=4)
-    records = [record for record in steps_in(tmp_path / "zero_steps.jsonl") if record["kind"] in ("facts", "step")]
+    train(tmp_path, [zero.ZeroCallback()], resume=True, max_steps=4)
+    assert f"after step 2, from {tmp_path / 'checkpoint-2'}" in " ".join(capsys.readouterr().out.split())
+    first, *whole = file.read_text().splitlines()
+    assert first == half
+    records = [record for record in map(json.loads, whole) if record["kind"] in ("facts", "step")]
     assert [record.get("step", "facts") for record in records] == ["facts", 1, 2, "facts", 3, 4]
 
 
@@ -211,13 +218,6 @@ def test_the_trainer_adds_the_callback(tmp_path: Path, capsys: pytest.CaptureFix
     run = train(tmp_path / "given", [zero.ZeroCallback(report=False)])
     assert sum(isinstance(callback, zero.ZeroCallback) for callback in run.callback_handler.callbacks) == 1
     assert "4 steps in " not in capsys.readouterr().out
-
-
-def test_what_is_resumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, [], max_steps=2, save_strategy="steps", save_steps=2)
-    AcceleratorState._reset_state(True)
-    train(tmp_path, [zero.ZeroCallback()], resume=True, max_steps=4)
-    assert f"after step 2, from {tmp_path / 'checkpoint-2'}" in " ".join(capsys.readouterr().out.split())
 
 
 class Interrupts(TrainerCallback):

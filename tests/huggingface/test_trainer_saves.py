@@ -23,7 +23,6 @@ from transformers import (
 import hf_zero as zero
 from tests.huggingface.trainer_runs import (
     FOLDER,
-    assert_error,
     curve,
     folders_in,
     saved,
@@ -32,9 +31,11 @@ from tests.huggingface.trainer_runs import (
 )
 from tests.kit.jobs.harness import (
     RANK,
+    assert_refused,
     barrier,
     distance,
     files_under,
+    flip,
     gpt2,
     raised,
 )
@@ -77,7 +78,7 @@ def crash(async_save: bool) -> None:
     """A failed checkpoint leaves the one before."""
     name = f"crash{int(async_save)}"
     run = trainer(name, 2, kind=Broken, async_save=async_save)
-    assert_error(raised(run.train), "CheckpointError", "failed on rank 1: OSError: no space left")
+    assert_refused(run.train, "failed on rank 1: OSError: no space left", kind="CheckpointError")
     barrier()
     assert zero.verify(Path(name, "checkpoint-4")).facts["world_size"] == 2
     assert folders_in(Path(name)) == {"checkpoint-4"}
@@ -96,11 +97,10 @@ def fails_behind() -> None:
     """The failure happens in the writing thread, while training goes on; the end of training reports it."""
     run = trainer("fails_behind", 3, async_save=True, callbacks=[SmallDisk()])
     try:
-        said = raised(run.train)
+        assert_refused(run.train, "checkpoint-8", "File too large", kind="CheckpointError")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     barrier()
-    assert_error(said, "CheckpointError", "checkpoint-8", "File too large")
     assert folders_in(Path("fails_behind")) == {"checkpoint-4"}
 
 
@@ -109,10 +109,7 @@ def damaged() -> None:
     name, source = "damaged", stage_3()
     if RANK == 0:
         shutil.copytree(Path(source), Path(name))
-        victim = Path(name, "checkpoint-8", "optimizer", "exp_avg.safetensors")
-        data = bytearray(victim.read_bytes())
-        data[-5] ^= 4
-        victim.write_bytes(data)
+        flip(Path(name, "checkpoint-8", "optimizer", "exp_avg.safetensors"))
     barrier()
     run = trainer(name, 3, seed=99)
     with warnings.catch_warnings(record=True) as caught:
@@ -133,10 +130,7 @@ class Damages(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if RANK == 0 and state.global_step == 8:
-            victim = Path(state.best_model_checkpoint) / "model.safetensors"
-            data = bytearray(victim.read_bytes())
-            data[-5] ^= 4
-            victim.write_bytes(data)
+            flip(Path(state.best_model_checkpoint) / "model.safetensors")
         barrier()  # the other rank may be the one that checks these bytes
 
 
@@ -159,8 +153,8 @@ def nothing_left() -> None:
             path.unlink()
     barrier()
     run = trainer("nothing_left", 3)
-    message = raised(lambda: run.train(resume_from_checkpoint=True))
-    assert_error(message, "CheckpointError", "holds 2 checkpoint folders and none is complete: checkpoint-8: ")
+    words = "holds 2 checkpoint folders and none is complete: checkpoint-8: "
+    assert_refused(lambda: run.train(resume_from_checkpoint=True), words, kind="CheckpointError")
 
 
 def behind() -> None:
@@ -216,8 +210,8 @@ def two_nodes() -> bool:
     else:
         assert not folders_in(folder)
     run = trainer("node", 3)
-    message = raised(lambda: run.train(resume_from_checkpoint=str(folder / "checkpoint-4")))
-    assert_error(message, "CheckpointError", "is missing on ranks [1]")  # to resume, both need to see it
+    resume = partial(run.train, resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert_refused(resume, "is missing on ranks [1]", kind="CheckpointError")  # to resume, both need to see it
     return True
 
 

@@ -15,27 +15,21 @@ from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Trainer,
 )
 
-from tests.kit.jobs.harness import RANK, arguments, barrier, fresh
+from tests.kit.jobs.harness import RANK, WORDS, arguments, barrier, fresh, tokenizer
 
 pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
 Build = Callable[[dict[str, Any]], Trainer]
 """A case: a Trainer that was given these arguments besides its own."""
-WORDS = 60
-SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 
 
 def llama(tied: bool = False, seed: int = 0, kind: type[PreTrainedModel] = LlamaForCausalLM, **changes: Any) -> Any:
@@ -47,14 +41,6 @@ def llama(tied: bool = False, seed: int = 0, kind: type[PreTrainedModel] = Llama
         "eos_token_id": 1, "bos_token_id": 2,
     }  # fmt: skip
     return kind(LlamaConfig(**{**config, **changes}))
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: number for number, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(WORDS))])}
-    core = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = WhitespaceSplit()
-    names = {f"{word[1:-1]}_token": word for word in SPECIAL}
-    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
 
 
 def stored() -> str:

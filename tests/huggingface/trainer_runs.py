@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     Trainer,
-    TrainingArguments,
 )
 
 import hf_zero as zero
 from tests.kit.jobs.harness import (
     SAVED,
     Tokens,
+    arguments,
     barrier,
     distance,
     files_under,
@@ -30,6 +30,22 @@ from tests.kit.jobs.harness import (
 )
 
 STEPS = 8
+SETTINGS: dict[str, Any] = {
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": STEPS,
+    "learning_rate": 3e-3,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "seed": 3,
+    "optim": "adamw_torch",
+}
+PLUGIN = {"async_save", "offload_params", "offload_dir"}
 FOLDER = [
     *SAVED,
     "rng_state_0.pth",
@@ -42,53 +58,26 @@ FOLDER = [
 OURS = {"zero_manifest.json", "zero_run.json", "zero_steps.jsonl", "zero_steps.rank1.jsonl"}
 
 
-def arguments(folder: str, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": folder,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": STEPS,
-        "learning_rate": 3e-3,
-        "weight_decay": 0.1,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 4,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-        "optim": "adamw_torch",
-    }
-    return kind(**{**settings, **changes})
-
-
 def trainer(
     folder: str,
     stage: int | None,
     seed: int = 0,
     kind: type[Trainer] = Trainer,
     model: nn.Module | None = None,
-    rows: int = 32,
+    data: tuple[Any, Any] | None = None,
+    metrics: Any = None,
     **changes: Any,
 ) -> Trainer:
     """`stage=None` is plain data parallel. The one argument is `parallelism_config`."""
     fresh()
     callbacks = changes.pop("callbacks", None)
+    settings = {name: changes.pop(name) for name in PLUGIN & changes.keys()}
     if stage is not None:
-        async_save = changes.pop("async_save", False)
-        changes["parallelism_config"] = zero.ZeroPlugin(stage=stage, async_save=async_save)
-    args = arguments(folder, **changes)
-    return kind(
-        model=gpt2(seed) if model is None else model,
-        args=args,
-        train_dataset=Tokens(rows),
-        eval_dataset=Tokens(rows=8, seed=8),
-        callbacks=callbacks,
-    )
+        changes["parallelism_config"] = zero.ZeroPlugin(stage=stage, **settings)
+    args = arguments(folder, None, **{**SETTINGS, **changes})
+    rows, held_out = data or (Tokens(), Tokens(rows=8, seed=8))
+    model = gpt2(seed) if model is None else model
+    return kind(model, args, train_dataset=rows, eval_dataset=held_out, callbacks=callbacks, compute_metrics=metrics)
 
 
 def folders_in(folder: Path) -> set[str]:
@@ -111,12 +100,6 @@ def saved(folder: Path) -> dict[str, Tensor]:
 def assert_curve(mine: dict[str, list[float]], reference: dict[str, list[float]], rel: float = 2e-6) -> None:
     for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         assert mine[name] == pytest.approx(reference[name], rel=rel), (name, mine[name], reference[name])
-
-
-def assert_error(message: str, kind: str, *parts: str) -> None:
-    assert message.startswith(f"{kind}: "), message
-    for part in parts:
-        assert part in message, (part, message)
 
 
 @functools.cache
