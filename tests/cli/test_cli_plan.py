@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
+from tests.cli.test_hostile_input import refused
 from tests.kit.common import gpt2
 
 EIGHT = 8_030_261_248
@@ -45,11 +46,6 @@ def run(capsys, *arguments: object, status: int = 0) -> str:
 
 def values_of(capsys, *arguments: object, status: int = 0):
     return json.loads(run(capsys, "plan", *arguments, "--json", status=status))
-
-
-def refused(capsys, *arguments: object, status: int = 2) -> str:
-    assert cli.main([str(argument) for argument in arguments]) == status
-    return capsys.readouterr().err
 
 
 # Names --------------------------------------------------------------------------------------------
@@ -90,25 +86,6 @@ def test_paths_come_first(tmp_path, monkeypatch, capsys):
         assert values_of(capsys, given, "--zero-stage", 3)["parameters"] == numel, given
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["/nope/folder", "./gone", "~/gone", "~nobody-here/gone", "here/gone", "a/b/c", "gone.json", "gone.safetensors",
-     "with space", "a//b/"],
-)  # fmt: skip
-def test_the_hub_is_not_asked_for_a_path(given, tmp_path, monkeypatch, capsys):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert "no such folder or file" in refused(capsys, "plan", given)
-
-
-def test_files_of_another_kind(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("x")
-    assert "expected a folder with a config.json" in refused(capsys, "plan", tmp_path / "notes.txt")
-    (tmp_path / "broken.json").write_text("{}")
-    assert "no model can be made of its configuration" in refused(capsys, "plan", tmp_path / "broken.json")
-
-
 def test_lora_trains_a_small_part(capsys, folder, tmp_path):
     """Of every matrix of the blocks, as PEFT counts it; the base is frozen in bfloat16, or in 4 bits."""
     full = values_of(capsys, "llama3-8b", "--zero-stage", 3, "--world-size", 1)
@@ -127,7 +104,6 @@ def test_lora_trains_a_small_part(capsys, folder, tmp_path):
     for arguments in ((tmp_path / "adapter",), (folder, "--lora", 4)):
         assert values_of(capsys, *arguments, "--zero-stage", 3)["trainable"] == trainable
     assert "adapter already" in refused(capsys, "plan", tmp_path / "adapter", "--lora", 4)
-    assert "needs --lora" in refused(capsys, "plan", folder, "--load-in-4bit")
 
 
 # Answers ------------------------------------------------------------------------------------------
@@ -309,25 +285,6 @@ def test_units_that_stay_gathered_are_shown(capsys):
     assert kept["traffic"]["gather"] < bare["traffic"]["gather"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "Missing argument 'MODEL'"),
-        (("100K",), "too few parameters for a transformer"),
-        (("7B", "--world-size", "0"), "Invalid value for '--world-size'"),
-        (("7B", "--batch", "0"), "Invalid value for '--batch'"),
-        (("7B", "--machine", "/nowhere.json"), "not a machine file"),
-        (("7B", "--device-memory", "lots", "--zero-stage", "1"), "--device-memory: expected a size"),
-        (("7B", "--device-memory", "-5GiB"), "--device-memory: expected a size"),
-        (("7B", "--device-memory", "24"), "did you mean"),
-        (("7B", "--world-size", "4", "--zero-stage", "3", "--zero-replicas", "3"), "does not divide 4 ranks"),
-        (("7B", "--no-such-flag"), "No such option: --no-such-flag"),
-    ],
-)
-def test_arguments_that_cannot_be(capsys, arguments, message):
-    assert message in refused(capsys, "plan", *arguments)
-
-
 def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path):
     before = values_of(capsys, folder, "--world-size", 1, "--zero-stage", 3, "--sequence", 16)
     assert before["step_s"] is None
@@ -335,7 +292,12 @@ def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path):
     GradientState._reset_state()
     (tmp_path / "disk").mkdir()
     measured = json.loads(run(capsys, "probe", "--json", "--offload-dir", tmp_path / "disk"))
-    assert measured["disk_read"] > 0
+    for name in ("host_bandwidth", "device_bandwidth", "link_down", "link_up", "disk_read", "disk_write"):
+        assert 1e7 < measured[name] < 1e13, name
+    assert measured["collective"] is None
+    assert set(measured["flops"]) == {"float32", "bfloat16", "float16"}
+    assert all(rate > 1e7 for rate in measured["flops"].values())
+    assert list((tmp_path / "disk").iterdir()) == []
     (kept,) = cache.iterdir()
     assert json.loads(kept.read_text()) == measured
     after = values_of(capsys, folder, "--world-size", 1, "--zero-stage", 3, "--sequence", 16)
@@ -362,6 +324,7 @@ def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
         check=True, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     measured = json.loads(out.stdout)
-    assert 1e7 < measured["collective"] < 1e12
+    assert all(1e6 < measured[name] < 1e12 for name in ("collective", "all_reduce"))
+    assert 0 <= measured["latency"] < 1
     (kept,) = cache.iterdir()
     assert json.loads(kept.read_text()) == measured

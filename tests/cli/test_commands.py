@@ -113,9 +113,6 @@ def test_statuses_and_one_line(capsys: pytest.CaptureFixture[str], model_folder:
         (("export", str(model_folder), "--output", str(full)), USAGE, "or --overwrite"),
         (("report", str(tmp_path)), USAGE, "zero_steps"),
         (("probe", "--offload-dir", str(tmp_path / "typo")), USAGE, "does not exist"),
-        (("probe", "--output", "/nowhere/m.json"), USAGE, "no folder /nowhere"),
-        (("verify",), USAGE, "Missing argument 'DIR'. See hf-zero verify --help."),
-        (("frobnicate",), USAGE, "No such command 'frobnicate'"),
         (("migrate", str(tmp_path / "gone.json")), USAGE, "is missing"),
     ):
         found, text = said(capsys, *arguments)

@@ -15,6 +15,7 @@ from transformers import HfArgumentParser
 import hf_zero as zero
 from hf_zero.cli.main import main
 from hf_zero.cli.migrate import DEEPSPEED, FSDP
+from tests.cli.test_hostile_input import refused
 
 # transformers' documentation, "ZeRO-3 with CPU offload", and what its parts become.
 ZERO3: dict[str, Any] = {
@@ -350,8 +351,7 @@ def test_the_number_of_replicas_follows_from_the_ranks(tmp_path: Path, capsys: p
     ],
 )  # fmt: skip
 def test_what_is_no_such_file(content: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", str(written(tmp_path, content))]) == 2
-    assert words in capsys.readouterr().err
+    assert words in refused(capsys, "migrate", written(tmp_path, content))
 
 
 # The documentation ----------------------------------------------------------------------------------------------------

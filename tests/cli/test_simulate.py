@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import hf_zero as zero
 from hf_zero.cli import main as cli
 from hf_zero.core.layout import ALIGN_NUMEL
+from tests.cli.test_hostile_input import refused
 from tests.kit.common import gpt2, optimizer_for
 
 KINDS = ("gather", "reduce", "across")
@@ -110,8 +111,8 @@ def test_offloaded_activations_and_chunks_of_the_loss(capsys: pytest.CaptureFixt
     assert moved["parts_s"]["passes down"] > 0
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(MEASURED))
-    assert cli.main(["simulate", *map(str, SMALL), "--zero-offload-activations", "cpu", "--machine", str(path)]) == 2
-    assert "has no link_down, link_up" in capsys.readouterr().err
+    moved = (*SMALL, "--zero-offload-activations", "cpu", "--machine", path)
+    assert "has no link_down, link_up" in refused(capsys, "simulate", *moved)
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,18 +184,34 @@ def test_an_all_reduce_has_a_speed_of_its_own(capsys: pytest.CaptureFixture[str]
     assert reduce["seconds"] == pytest.approx(2 * 2e-4 * reduce["collectives"] + reduce["bytes_sent"] / 5e8)
 
 
+def test_hops_and_the_slowest_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Four ranks on two machines: a ring for each adapter, twice for an all-reduce; replicas gather within a machine."""
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(MEASURED | {"collective": 1e12}))
+    far_s, near_s, far_rate = 14e-6, 2e-4, 12.5e9  # of Ethernet, and of the file
+    machine = ("gpt2-tiny", "--mixed-precision", "no", "--world-size", 4, "--nodes", 2, "--machine", path)
+
+    def check(kind: str, hops_s: float, rate: float, *flags: object) -> None:
+        row = simulated(capsys, *machine, "--network", "ethernet", *flags)["by_kind"][kind]
+        assert row["seconds"] == pytest.approx(hops_s * row["collectives"] + row["bytes_sent"] / rate), (kind, flags)
+
+    ring_s = (2 * far_s + 2 * near_s) * 3 / 4
+    for adapters, rings in ((1, 1), (0, 2)):
+        for stage, kind, turns in ((3, "gather", 1), (3, "reduce", 1), (0, "reduce", 2)):
+            check(kind, turns * ring_s, rings * far_rate, "--adapters", adapters, "--zero-stage", stage)
+    check("gather", near_s, 1e12, "--zero-stage", 3, "--zero-replicas", 2)
+    check("across", far_s, far_rate, "--zero-stage", 3, "--zero-replicas", 2)
+
+
 @pytest.mark.parametrize("lacking", ["latency", "collective", "device_bandwidth", "flops"])
 def test_what_a_machine_lacks_is_named(lacking: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({name: value for name, value in MEASURED.items() if name != lacking}))
-    assert cli.main(["simulate", *map(str, SMALL), "--machine", str(path)]) == 2
-    assert f"has no {lacking}" in capsys.readouterr().err
+    assert f"has no {lacking}" in refused(capsys, "simulate", *SMALL, "--machine", path)
 
 
-def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_speed_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text('{"latency": -2}')
-    assert cli.main(["simulate", "gpt2-tiny", "--machine", str(path)]) == 2
-    assert "latency must be a number that is not negative, found -2" in capsys.readouterr().err
-    assert cli.main(["simulate", "gpt2-tiny", "--world-size", "10", "--nodes", "3"]) == 2
-    assert "10 ranks do not divide by 3 nodes" in capsys.readouterr().err
+    said = refused(capsys, "simulate", "gpt2-tiny", "--machine", path)
+    assert "latency must be a number that is not negative, found -2" in said

@@ -7,24 +7,18 @@ from typing import Any
 import pytest
 
 import hf_zero as zero
-from hf_zero.core.layout import Layout
-from hf_zero.core.precision import Precision
-from hf_zero.plan.machine import Machine
-from hf_zero.plan.plan import Drafter, Plan, plan
-from hf_zero.plan.solve import PlanInputs
+from hf_zero.plan.plan import Plan
 from hf_zero.tiers.tier import Tier
 from tests.kit.common import gpt2
+from tests.plan.test_plan import FP32, layout_of, make
 
 RANKS = 4
 
 
 def made(ranks: int = RANKS, **settings: Any) -> Plan:
     model = gpt2(n_layer=6, n_embd=64, tie_word_embeddings=False)
-    config = zero.ZeroConfig(**{"stage": 3, **settings})
-    precision = Precision.of("no", None)
-    drafter = Drafter(model, precision)
-    layout: Layout = drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), config.shards(ranks))
-    return plan(PlanInputs(layout, Machine(), config, ranks, precision))
+    settings = {"stage": 3, **settings}
+    return make(layout_of(model, zero.ZeroConfig(**settings).shards(ranks), FP32), ranks, **settings)
 
 
 def test_more_room_keeps_more_and_never_more_than_fits() -> None:

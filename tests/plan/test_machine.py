@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.comm.group_wire import open_wire
-from hf_zero.comm.wire import SoloWire
-from hf_zero.plan.machine import Machine, free_host_bytes, group_bytes, here, measure, probe
+from hf_zero.plan.machine import Machine, free_host_bytes, group_bytes, here
 
 CPU = torch.device("cpu")
 
@@ -58,25 +56,6 @@ def test_an_address_space_limit_counts():
     assert 0 < int(out.stdout) < 3 << 30
 
 
-def test_a_probe_measures_everything_there_is(tmp_path):
-    found = probe(CPU, SoloWire(), offload_dir=str(tmp_path), nbytes=32 << 20)
-    for name in (
-        "host_bandwidth",
-        "device_bandwidth",
-        "link_down",
-        "link_up",
-        "disk_read",
-        "disk_write",
-    ):
-        assert 1e7 < getattr(found, name) < 1e13, name
-    assert found.collective is None
-    assert set(found.flops) == {"float32", "bfloat16", "float16"}
-    assert all(rate > 1e7 for rate in found.flops.values())
-    assert list(tmp_path.iterdir()) == []
-    found.keep(tmp_path / "machine.json")
-    assert Machine.load(tmp_path / "machine.json") == found
-
-
 def test_files_of_machines(tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"device_memory": 24 << 30, "link_up": 2.5e10, "flops": {"bfloat16": 1e14}}))
@@ -118,18 +97,3 @@ def test_a_plan_is_for_the_least_of_all_ranks():
     assert least == Machine(
         device_memory=10, host_memory=8, disk_read=5.0, shares_memory=True, latency=2.0, flops={"float32": 2.0}
     )
-
-
-def collectives(rank: int, world: int) -> dict[str, float]:
-    wire = open_wire(CPU)
-    wire.start(30.0)
-    return measure(CPU, wire, 1 << 24)
-
-
-@pytest.mark.gloo
-def test_all_ranks_measure_the_same_collectives(pools):
-    one, two = pools[2].run(collectives)
-    assert one == two
-    assert 0 <= one["latency"] < 1
-    assert all(1e6 < one[name] < 1e12 for name in ("collective", "all_reduce"))
-    assert measure(CPU, SoloWire()) == {}

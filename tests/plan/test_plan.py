@@ -162,26 +162,8 @@ def test_arrays_on_disk_by_hand():
     assert made.traffic["read"] == 12 * n + 2 * n + 4 * n  # its one unit is brought in once
 
 
-def test_in_float32_one_memory_is_parameter_and_master():
-    n = 1 << 20
-    for offload, tier in (("none", DEVICE), ("cpu", HOST)):
-        made = make(blocks(2, 2 * n, 2), 2, offload_optimizer=offload, offload_params=offload)
-        assert made.memory.stored[tier]["parameters"] == 2 * n * 4
-        assert made.memory.stored[tier]["optimizer"] == 2 * n * 8
-    # Parameters that were to rest slower than their masters rest with them.
-    made = make(blocks(2, 2 * n, 2), 2, offload_params="disk")
-    assert made.placements == (Placement(DEVICE, DEVICE),) * 2
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_volumes_are_the_papers(stage):
-    """2 per parameter at stages 1 and 2, 3 at stage 3 less the last unit, times (N-1)/N; accumulation as each stage has it."""
-    n, ranks = 1 << 16, 4
-    for micros in (1, 3):
-        traffic = make(blocks(8, ranks * n, ranks), ranks, stage=stage, backward_per_step=micros).traffic
-        others = (ranks - 1) * n * 4
-        assert traffic["gather"] == ((16 - 1) * micros if stage == 3 else 8) * others
-        assert traffic["reduce"] == (8 if stage == 1 else 8 * micros) * others
+def test_parameters_that_were_to_rest_slower_than_their_masters_rest_with_them():
+    assert make(blocks(2, 1 << 21, 2), 2, offload_params="disk").placements == (Placement(DEVICE, DEVICE),) * 2
 
 
 def test_frozen_spans_have_no_state():
