@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import warnings
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -19,10 +18,7 @@ import hf_zero as zero
 from hf_zero.huggingface.arguments import ACCELERATE_STATE, refuse
 
 
-def test_plugin_has_the_fields_of_the_config() -> None:
-    inherited = {field.name for field in dataclasses.fields(ParallelismConfig)} - {"sp_size"}
-    own = {field.name: field.default for field in dataclasses.fields(zero.ZeroPlugin) if field.name not in inherited}
-    assert own == {field.name: field.default for field in dataclasses.fields(zero.ZeroConfig)}
+def test_a_plugin_shows_its_settings() -> None:
     plugin = zero.ZeroPlugin(stage=1, reduce_dtype="bf16")
     assert plugin.config == zero.ZeroConfig(stage=1, reduce_dtype="bf16")
     assert repr(plugin) == "ZeroPlugin(stage=1, reduce_dtype='bf16')"
