@@ -25,6 +25,7 @@ from hf_zero import verify
 from hf_zero.checkpoint.files import inside
 from hf_zero.checkpoint.manifest import MANIFEST
 from tests.kit.common import sign
+from tests.test_architecture import imports, trees
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LONG = settings(QUICK, max_examples=3000, derandomize=False)
@@ -440,26 +441,11 @@ def test_files_have_the_permissions_that_the_user_wants(mask, tmp_path):
 
 def test_no_pickle_is_read_that_could_run_code():
     """Every `torch.load` refuses code, and nothing else reads pickles."""
-    loads = 0
-    for path in (Path(zero.__file__).parent).rglob("*.py"):
-        text = path.read_text()
-        if not any(
-            word in text for word in ("torch.load", "pickle", "marshal", "dill", "shelve", "eval(", "exec(", "yaml")
-        ):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-                assert not names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                loads += 1
-                said = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                assert said.get("weights_only") == "True", path
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "eval",
-                "exec",
-                "yaml.load",
-                "yaml.unsafe_load",
-            ):
-                raise AssertionError(path)
-    assert loads > 0
+    imported = {name.partition(".")[0] for module, tree in trees().items() for name, _ in imports(module, tree)}
+    assert not imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    calls = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [ast.unparse(node.func) for node in calls]
+    assert not {*names} & {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
+    loads = [ast.unparse(node) for name, node in zip(names, calls) if name == "torch.load"]
+    assert loads
+    assert all("weights_only=True" in load for load in loads)
