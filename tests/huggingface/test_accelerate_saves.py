@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
@@ -88,12 +87,6 @@ def save_model_files() -> None:
         accelerator_at(None).save_model(twin, "stock", max_shard_size="20KB")
         for path in (Path("stock")).glob("*.safetensors"):
             assert path.read_bytes() == (Path("many_files") / path.name).read_bytes(), path.name
-        for name in ("one_file", "many_files"):
-            loaded: dict[str, Tensor] = {}
-            for path in sorted((Path(name)).glob("*.safetensors")):
-                loaded |= load_file(path)
-            assert distance(loaded, {key: state[key] for key in loaded}) == 0.0
-            assert set(state) - set(loaded) == {"lm_head.weight"}, "tied: written once"
         for name in ("pretrained", "one_file", "many_files", "pickled"):
             reloaded, told = GPT2LMHeadModel.from_pretrained(Path(name), output_loading_info=True)
             assert distance(dict(reloaded.state_dict()), dict(state)) == 0.0, name
