@@ -15,20 +15,11 @@ from torch import Tensor, nn
 from transformers.core_model_loading import Chunk, Concatenate, Transpose, WeightConverter, WeightRenaming
 
 import hf_zero as zero
-from tests.kit import families
-from tests.kit.families import bert, mixtral, qwen3_moe, resnet, t5, vit
+from tests.kit.families import mixtral, qwen3_moe, resnet, vit
 from tests.kit.pool import RankPool
+from tests.models import bert, gpt2, llama, t5
 
 transformers.logging.set_verbosity_error()
-
-
-def llama(**changes: Any) -> Any:
-    return families.llama(num_key_value_heads=2, **changes)
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
-    return transformers.GPT2LMHeadModel(config)
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -38,7 +29,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 
 
 def converted(*conversions: Any) -> nn.Module:
-    model = llama()
+    model = llama(num_attention_heads=2)  # as many as of keys
     model._weight_conversions = list(conversions)
     return model
 

@@ -1,4 +1,4 @@
-"""A small model of each family of architectures, with random weights."""
+"""A small model of each further family of architectures, with random weights; others: tests/models.py."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ from tests.kit.common import VOCAB
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
 }  # fmt: skip
-
-
-def llama(**changes: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 1, **changes}))
-
-
-def bert(cls: Any = transformers.BertForMaskedLM) -> nn.Module:
-    return cls(transformers.BertConfig(**SMALL, max_position_embeddings=16))
-
-
-def t5(**changes: Any) -> nn.Module:
-    options = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**options, **changes}))
 
 
 def mixtral(**changes: Any) -> nn.Module:

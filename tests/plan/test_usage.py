@@ -16,9 +16,10 @@ from hf_zero.core.units import LIMITS, Limits
 from hf_zero.diagnostics import usage
 from hf_zero.plan.costs import STATES, TIERS
 from hf_zero.plan.work import LINKS, ROADS
-from tests.kit.common import batch, gpt2, is_on_the_bar, loss_of, optimizer_for
-from tests.kit.families import llama, mixtral, t5, vit
+from tests.kit.common import VOCAB, batch, gpt2, is_on_the_bar, loss_of, optimizer_for
+from tests.kit.families import mixtral, vit
 from tests.kit.transports import Roads
+from tests.models import llama, t5
 
 pytestmark = pytest.mark.gloo
 
@@ -221,12 +222,12 @@ def lora() -> Any:
     return peft.get_peft_model(gpt2(n_embd=64, n_layer=3), peft.LoraConfig(r=8, target_modules=["c_attn"]))
 
 
-T5 = {"num_layers": 3, "d_ff": 64, "decoder_start_token_id": 0, "use_cache": False}
+T5 = {"num_layers": 3, "num_decoder_layers": 3, "d_ff": 64, "vocab_size": VOCAB}
 MODELS: dict[str, Callable[[], Any]] = {
     "t5": lambda: t5(**T5),
     "vit": lambda: vit(num_hidden_layers=4, intermediate_size=64, patch_size=4),
     "moe": lambda: mixtral(num_hidden_layers=3, use_cache=False),
-    "llama": lambda: llama(num_hidden_layers=3, tie_word_embeddings=False),
+    "llama": lambda: llama(num_hidden_layers=3, vocab_size=VOCAB),
     "lora": lora,
 }
 

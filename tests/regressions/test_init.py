@@ -18,9 +18,9 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.families import SMALL, bert, llama, qwen3_moe, resnet, t5, vit
+from tests.kit.families import SMALL, qwen3_moe, resnet, vit
 from tests.kit.pool import RankPool
-from tests.models import VOCAB, ids
+from tests.models import VOCAB, bert, ids, llama, t5
 from tests.models import gpt2 as unseeded_gpt2
 
 pytestmark = pytest.mark.gloo
