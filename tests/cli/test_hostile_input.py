@@ -256,7 +256,8 @@ NAMES = {
     "File name too long": ("9" * 400 + "B",),
     "is not a size": ("0", "NaN", "inf", "1e9", "7GB", "7Q", "+7B", "0x10", "B", "7b7", "7B\x1b[2J"),
     "no such folder or file": (
-        "/nope/folder", "./gone", "~/gone", "~nobody-here/gone", "here/gone", "a/b/c", "gone.json", "gone.safetensors", "with space", "a//b/",
+        "/nope/folder", "./gone", "~/gone", "~nobody-here/gone", "here/gone", "a/b/c", "gone.json", "gone.safetensors",
+        "with space", "a//b/",
     ),
     "expected a folder with a config.json": ("notes.txt",),
     "no model can be made of its configuration": ("broken.json",),

@@ -248,8 +248,8 @@ def peaks(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[tu
         optimizer.step()
         engine.finish_step()
         optimizer.zero_grad()
-    planned = usage.predicted(engine)
-    memory, traffic = planned.memory, planned.traffic
+    plan = usage.predicted(engine)
+    memory, traffic = plan.memory, plan.traffic
     unit = max(unit.gathered_bytes for unit in engine.layout.units)
     if name == "t5":  # its blocks hand on what the first has made of positions: none is gathered again for its gradient
         assert recorder.last["bytes"]["gather"] == traffic["gather"] > 0
