@@ -142,7 +142,7 @@ class BoundOptimizers:
     def _zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         self.get(optimizer, "zero_grad()")
         self._wrappers[optimizer].forget()
-        self._engine.zero_grad(set_to_none, optimizer=optimizer if len(self.bindings) > 1 else None)
+        self._engine.zero_grad(set_to_none, optimizer=optimizer)
 
     def _state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self.get(optimizer, "state_dict()")

@@ -246,7 +246,7 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
             owners = dict.fromkeys(each[0] for each in where if each is not None)
             for found in owners:
                 found.spans.append(span)
-                if len(owners) > 1:
+                if len(owners) > 1 or None in where:
                     found.shares[span] = [i for i, each in enumerate(where) if each is not None and each[0] is found]
             for segment in span.segments:
                 found_at = where[segment.members[0]]

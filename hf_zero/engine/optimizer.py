@@ -38,7 +38,7 @@ class Binding:
         segments: by group, what the group holds.
         moves_all: its step changes parameters without a gradient, too.
         param_names: names that user code gave parameters in `group["param_names"]`.
-        shares: spans that another optimizer has parameters of, too, with the indices of this one's.
+        shares: spans that also have parameters of another optimizer or of none, with the indices of this one's.
     """
 
     def __init__(

@@ -143,3 +143,9 @@ def of_two_optimizers(run: Run) -> None:
 @program(**EVERY_WAY)
 def of_whole_matrices(run: Run) -> None:
     _in_every_way(run, lambda params: [Spectral(params, lr=0.1)])
+
+
+@program(**EVERY_WAY)
+def of_some_parameters(run: Run) -> None:
+    """The others, in no optimizer, keep adding up gradients until they are cleared themselves."""
+    _in_every_way(run, lambda params: [torch.optim.AdamW(params[1:3], lr=1e-2, weight_decay=0.5, eps=1e-3)])
