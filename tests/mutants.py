@@ -347,15 +347,15 @@ MUTANTS = (
     Mutant(
         "the disk tier loses writes behind the first page",
         "tiers/array.py",
-        "        self._leave_base()\n        return self._disk.write(self._offset(start), values, on_done)",
-        "        self._leave_base()\n        return self._disk.write(self._offset(0), values, on_done)",
+        "        self._leave_base()\n        return self._disk.write(self._offset(start), values)",
+        "        self._leave_base()\n        return self._disk.write(self._offset(0), values)",
         ("tests/conformance/test_tiers.py", "tests/tiers"),
     ),
     Mutant(
         "the disk tier reads one element off",
         "tiers/array.py",
-        "        return self._disk.read(self._offset(start), values, on_done)",
-        "        return self._disk.read(self._offset(max(0, start - 1)), values, on_done)",
+        "        return self._disk.read(self._offset(start), values)",
+        "        return self._disk.read(self._offset(max(0, start - 1)), values)",
         ("tests/conformance/test_tiers.py", "tests/tiers"),
     ),
     Mutant(

@@ -25,8 +25,6 @@ from ..core.layout import itemsize
 from ..errors import CheckpointError
 from .files import open_plain, parse_json
 
-MAX_HEADER_BYTES = 100_000_000
-"""The reference reader's own limit."""
 _ALIGN_BYTES = 8
 _SAMPLE_BYTES = 64
 

@@ -121,7 +121,7 @@ def same_structure(
     lines = [f"config {sorted(config.to_dict().items())}", f"mixed_precision {mixed_precision}"]
     lines += [
         f"parameter {spec.name!r} shape {spec.shape} dtype {spec.dtype} trainable {spec.trainable} "
-        f"optimizer group {spec.group}{_which(spec.optimizer)} tied to {spec.names[1:]} in unit {number}"
+        f"optimizer {spec.optimizer if spec.optimizer >= 0 else 'none'} tied to {spec.names[1:]} in unit {number}"
         for number, unit in enumerate(specs)
         for spec in unit
     ]

@@ -1,7 +1,7 @@
 """The layout: which rank owns which elements of each parameter. Integers only, for any number of ranks.
 
 A **unit** is a set of parameters that move together. Its parameters are partitioned into **spans** of equal (dtype, compute
-dtype, trainable, optimizer group). A span is one 1-D buffer of parameters in row-major order. It is padded at the end to
+dtype, trainable, optimizer). A span is one 1-D buffer of parameters in row-major order. It is padded at the end to
 `shards` equal slices of a multiple of `ALIGN_NUMEL` elements, and rank r owns slice r. Parameters of odd sizes come last: a
 matrix after a scale of one element would have an address that kernels are slow with (cuBLAS below 16 bytes), or round
 differently at (MKL with small matrices on AMD). Gather and reduce buffers, the optimizer's tensors, byte counts and
@@ -25,7 +25,7 @@ from math import ceil, prod
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
-SpanKey = tuple[str, str, str, bool, int, int, int, bool, str]
+SpanKey = tuple[str, str, str, bool, int, bool, str]
 
 ALIGN_NUMEL = 32
 """Slices are multiples of this many elements: 64 bytes for two-byte types, 128 for four."""
@@ -49,10 +49,7 @@ class ParamSpec:
         compute_dtype: in which it is gathered and used.
         master_dtype: of the owner's slice, which the optimizer updates.
         trainable: the parameter requires a gradient.
-        group: number of its optimizer group; -1: in no optimizer.
-        optimizer: number of its optimizer.
-        cohort: parameters of one span have gradients in the same steps; others would be decayed and counted in `step`.
-            Parameters that had no gradient while others of their span had one get a number above 0.
+        optimizer: number of its optimizer; -1: in none. Optimizer groups do not matter: segments split a span by group.
         step_cost: 0: partitioned over the ranks. Else it has one owner, and this is the cost of the optimizer's step over it,
             in any unit, the same for all parameters.
         state_bytes: with `step_cost`: bytes of each array of its optimizer state.
@@ -65,9 +62,7 @@ class ParamSpec:
     compute_dtype: str
     master_dtype: str
     trainable: bool = True
-    group: int = 0
     optimizer: int = 0
-    cohort: int = 0
     step_cost: int = 0
     state_bytes: tuple[int, ...] = ()
     gathered_in: str = "none"
@@ -89,8 +84,6 @@ class ParamSpec:
             self.master_dtype,
             self.trainable,
             self.optimizer,
-            self.group,
-            self.cohort,
             self.step_cost > 0,
             self.gathered_in,
         )
@@ -157,8 +150,7 @@ class SpanLayout:
         owned_slots: for an optimizer of full matrices: the parameters in the slice of the rank that `slice_numel` describes.
         share: the part of `owned_slots` that counts, see `Layout.evened`.
         is_updated: an optimizer has the span.
-        optimizer: number of that optimizer.
-        is_whole: it updates full matrices: no slice and no tier has a part of one.
+        is_whole: an optimizer of full matrices has it: no slice and no tier has a part of one.
     """
 
     index: int
@@ -171,15 +163,13 @@ class SpanLayout:
     share: float = 1.0
     trainable: bool = field(init=False, repr=False, compare=False)
     is_updated: bool = field(init=False, repr=False, compare=False)
-    optimizer: int = field(init=False, repr=False, compare=False)
     is_whole: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         spec = self.slots[0].spec
         object.__setattr__(self, "is_whole", spec.step_cost > 0)
         object.__setattr__(self, "trainable", spec.trainable)  # stored: read for each span in every step
-        object.__setattr__(self, "is_updated", spec.trainable and spec.group >= 0)
-        object.__setattr__(self, "optimizer", spec.optimizer)
+        object.__setattr__(self, "is_updated", spec.trainable and spec.optimizer >= 0)
 
     @property
     def numel(self) -> int:
@@ -193,7 +183,7 @@ class SpanLayout:
 
     @property
     def spec(self) -> ParamSpec:
-        """Return one of the specs: dtypes, trainable and group are equal for all."""
+        """Return one of the specs: dtypes, trainable and optimizer are equal for all."""
         return self.slots[0].spec
 
     def part_of(self, slot: Slot, rank: int) -> Extent[Slot] | None:

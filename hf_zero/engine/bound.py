@@ -182,8 +182,6 @@ class BoundOptimizers:
         for event in engine.events.before_step:
             event(optimizer)
         engine.schedule.quiesce()
-        if engine.stepper is not None:
-            engine.stepper.wait()
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hide offloaded segments: the last call before the optimizer's arithmetic."""

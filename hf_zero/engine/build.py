@@ -29,7 +29,7 @@ def specs_of(
     optimizers: Sequence[torch.optim.Optimizer],
     kinds: Sequence[Kind],
 ) -> list[list[ParamSpec]]:
-    """By unit, what the layout must know of each parameter. Of groups it need not know.
+    """Return by unit what the layout must know of each parameter. Optimizer groups do not matter: segments split spans by them.
 
     Parameters of several optimizers are in spans of their own: one optimizer's gradients are cleared and updated without
     another's.
@@ -37,8 +37,7 @@ def specs_of(
     owner = {
         p: (number, at) for number, groups in enumerate(originals) for at, params in enumerate(groups) for p in params
     }
-    optimizer_of = {param: number for param, (number, _) in owner.items()}
-    specs = drafter.specs(dict.fromkeys(owner, 0), optimizer_of=optimizer_of)
+    specs = drafter.specs({param: number for param, (number, _) in owner.items()})
     over_matrices = [number for number, kind in enumerate(kinds) if kind is Kind.MATRICES]
     if not over_matrices:
         return specs

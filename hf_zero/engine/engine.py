@@ -432,8 +432,6 @@ class Engine:
                 event()
         self.wait_for_save()
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
-        for event in self.events.after_load:
-            event()
 
     def wait_for_save(self) -> None:
         """Return when the save that `async_save` left behind is complete.

@@ -30,7 +30,7 @@ class Observer:
         `before_gather(unit)`, `unit_gathered(unit)`, `unit_released(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
-        `before_save()`: masters are about to be read, or written in part. `after_load()`: they were written.
+        `before_save()`: masters are about to be read, or written in part.
         `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
@@ -87,7 +87,6 @@ class Events:
     before_reduce: list[Callable[..., None]]
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
-    after_load: list[Callable[[], None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
     before_unsharded: list[Callable[[], None]]

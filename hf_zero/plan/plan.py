@@ -171,7 +171,7 @@ def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> st
 
 
 class Drafter:
-    """Turns a model's parameters into specs by unit, and again when its optimizer groups change."""
+    """Turns a model's parameters into specs by unit, once: a layout never changes."""
 
     def __init__(
         self, model: nn.Module, precision: Precision, limits: Limits = LIMITS, units: Sequence[str] = ()
@@ -182,48 +182,25 @@ class Drafter:
         self._precision = precision
         self._castable = castable_params(model, self.names, precision)
 
-    def specs(
-        self,
-        group_of: Mapping[nn.Parameter, int],
-        old: Mapping[nn.Parameter, ParamSpec] | None = None,
-        optimizer_of: Mapping[nn.Parameter, int] | None = None,
-    ) -> list[list[ParamSpec]]:
+    def specs(self, optimizer_of: Mapping[nn.Parameter, int]) -> list[list[ParamSpec]]:
         """Return one list of specs per unit.
 
         Args:
-            group_of: optimizer group of each parameter that has one.
-            old: specs of the current layout.
-            optimizer_of: index of the optimizer of each parameter; None: the first.
+            optimizer_of: index of the optimizer of each parameter that has one.
         """
-        known, owners = old or {}, optimizer_of or {}
-        return [
-            [self._spec(p, group_of.get(p, -1), owners.get(p, 0), known.get(p)) for p in g.params] for g in self.groups
-        ]
+        return [[self._spec(param, optimizer_of.get(param, -1)) for param in group.params] for group in self.groups]
 
     def layout(self, specs: Sequence[Sequence[ParamSpec]], shards: int) -> Layout:
         return Layout.build(zip((group.name for group in self.groups), specs), shards, self._visits)
 
-    def _spec(self, param: nn.Parameter, group: int, optimizer: int, old: ParamSpec | None) -> ParamSpec:
-        if old is None:
-            own = dtype_name(param.dtype)
-            # A parameter without an optimizer needs no float32 master.
-            master = dtype_name(Precision.master_dtype(param)) if group >= 0 else own
-            compute = dtype_name(self._precision.compute_dtype(param, param in self._castable))
-        else:  # `.data` belongs to the engine now, and may have another dtype
-            own, compute, master = old.dtype, old.compute_dtype, old.master_dtype
-            if param.requires_grad and group >= 0 and own in ("bfloat16", "float16"):
-                master = "float32"
-        shape, names = tuple(param.shape), tuple(self.names[param])
-        cohort = 0 if old is None else old.cohort
-        # A parameter that is frozen in mid-training keeps its place and its optimizer state, without a gradient.
-        trainable = param.requires_grad or (old is not None and old.trainable and group >= 0)
-        if old is None or old.trainable is not trainable:
-            gathered_in = self._precision.gathered_in(names, shape, trainable)
-        else:
-            gathered_in = old.gathered_in
-        return ParamSpec(
-            names, shape, own, compute, master, trainable, group, optimizer, cohort, gathered_in=gathered_in
-        )
+    def _spec(self, param: nn.Parameter, optimizer: int) -> ParamSpec:
+        own = dtype_name(param.dtype)
+        # A parameter without an optimizer needs no float32 master.
+        master = dtype_name(Precision.master_dtype(param)) if optimizer >= 0 else own
+        compute = dtype_name(self._precision.compute_dtype(param, param in self._castable))
+        names, shape, trainable = tuple(self.names[param]), tuple(param.shape), param.requires_grad
+        gathered_in = self._precision.gathered_in(names, shape, trainable)
+        return ParamSpec(names, shape, own, compute, master, trainable, optimizer, gathered_in=gathered_in)
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:

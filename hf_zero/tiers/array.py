@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,6 @@ from .disk import Disk, Region, bytes_of, inflight, move, submit
 from .host import Bytes, pages
 from .tier import PIECE_BYTES, Meter
 
-OnDone = Callable[[], object] | None
-"""Called from another thread when a part of a transfer has ended; after the last part too."""
-
 
 class Source(Protocol):
     """A 1-D array in a file."""
@@ -34,11 +31,11 @@ class Source(Protocol):
     dtype: torch.dtype
     numel: int
 
-    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def read(self, start: int, values: Tensor) -> Inflight:
         """Start to fill `values` (CPU, contiguous, same dtype) from element `start`."""
         ...
 
-    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def write(self, start: int, values: Tensor) -> Inflight:
         """Start to write `values` (CPU, contiguous, same dtype) from element `start` on."""
         ...
 
@@ -50,23 +47,19 @@ _READ_WHOLE = (
 
 
 class OnDisk:
-    """Values in a file, in row-major order. A slice is a view: it costs nothing and writes to the same file.
+    """1-D values in a file. A slice is a view: it costs nothing and writes to the same file.
 
     Args:
         source: the array.
         start, stop: the elements of the source that are viewed.
-        shape: of the view; default: 1-D. Slices are 1-D.
     """
 
-    __slots__ = ("_numel", "_shape", "_source", "_start")
+    __slots__ = ("_numel", "_source", "_start")
 
-    def __init__(
-        self, source: Source, start: int = 0, stop: int | None = None, shape: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, source: Source, start: int = 0, stop: int | None = None) -> None:
         self._source = source
         self._start = start
         self._numel = (source.numel if stop is None else stop) - start
-        self._shape = torch.Size((self._numel,) if shape is None else shape)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(Tensor, name):
@@ -92,13 +85,13 @@ class OnDisk:
 
     @property
     def shape(self) -> torch.Size:
-        return self._shape
+        return torch.Size((self._numel,))
 
     def numel(self) -> int:
         return self._numel
 
     def dim(self) -> int:
-        return len(self._shape)
+        return 1
 
     def element_size(self) -> int:
         return self.dtype.itemsize
@@ -115,11 +108,10 @@ class OnDisk:
     def read(self) -> Tensor:
         """Return the values as a new CPU tensor."""
         values = torch.from_numpy(pages(self.numel() * self.element_size())).view(self.dtype)
-        values = values.view(self._shape)
         self.begin_read(values).wait()
         return values
 
-    def begin_read(self, target: Tensor, on_done: OnDone = None) -> Inflight:
+    def begin_read(self, target: Tensor) -> Inflight:
         """Start to fill `target`: CPU, contiguous, same dtype and shape.
 
         Raises:
@@ -129,11 +121,11 @@ class OnDisk:
         self._check(target)
         if target.dtype != self.dtype:
             raise StateError(f"values of {self.dtype} on disk cannot be read into a tensor of {target.dtype}")
-        return self._source.read(self._start, target, on_done)
+        return self._source.read(self._start, target)
 
-    def begin_write(self, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def begin_write(self, values: Tensor) -> Inflight:
         """Start to write `values`: CPU, contiguous, same dtype and shape. They must not change until waited for."""
-        return self._source.write(self._start, values, on_done)
+        return self._source.write(self._start, values)
 
     def read_into(self, target: Tensor) -> Tensor:
         """Fill `target` (same shape; any dtype and device), in chunks.
@@ -170,7 +162,7 @@ class OnDisk:
         return self
 
     def zero_(self) -> OnDisk:
-        return self.copy_(torch.zeros((), dtype=self.dtype, device="cpu").expand(self._shape))
+        return self.copy_(torch.zeros((), dtype=self.dtype, device="cpu").expand(self._numel))
 
     @property
     def _chunk_numel(self) -> int:
@@ -182,7 +174,7 @@ class OnDisk:
             yield self[chunk], values[chunk]
 
     def _check(self, values: Values) -> None:
-        if values.shape != self._shape:
+        if values.shape != self.shape:
             raise StateError(f"{self.numel()} values on disk met a tensor of shape {tuple(values.shape)}")
 
 
@@ -192,7 +184,7 @@ Values = Tensor | OnDisk
 
 def flat_of(values: Values) -> Values:
     """Return the same values as 1-D. Copies only tensors that are not contiguous."""
-    return values.detach().reshape(-1) if isinstance(values, Tensor) else values[:]
+    return values.detach().reshape(-1) if isinstance(values, Tensor) else values
 
 
 def is_array(value: Any) -> bool:
@@ -235,15 +227,15 @@ class DiskArray:
         """Return the bytes of disk in use."""
         return 0 if self._region is None else self._region.nbytes
 
-    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def read(self, start: int, values: Tensor) -> Inflight:
         base = self.base
         if base is not None:
-            return base.read(start, values, on_done)
-        return self._disk.read(self._offset(start), values, on_done)
+            return base.read(start, values)
+        return self._disk.read(self._offset(start), values)
 
-    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def write(self, start: int, values: Tensor) -> Inflight:
         self._leave_base()
-        return self._disk.write(self._offset(start), values, on_done)
+        return self._disk.write(self._offset(start), values)
 
     def close(self) -> None:
         """Release the space. No transfer may be under way. May be called again."""
@@ -321,11 +313,11 @@ class FileSource:
         self._meter = meter or Meter()
         self._stamp = stamp
 
-    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def read(self, start: int, values: Tensor) -> Inflight:
         array, offset = bytes_of(values), self._offset + start * self.dtype.itemsize
         self._meter.moved("read", len(array))
         pieces = range(0, len(array), PIECE_BYTES)
-        jobs = [submit(partial(self._piece, array[at : at + PIECE_BYTES], offset + at), on_done) for at in pieces]
+        jobs = [submit(partial(self._piece, array[at : at + PIECE_BYTES], offset + at)) for at in pieces]
         return inflight(jobs, self._meter, "read")
 
     def _piece(self, array: Bytes, offset: int) -> None:
@@ -347,7 +339,7 @@ class FileSource:
                 "from this file during training: leave it unchanged, or load the model again"
             )
 
-    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def write(self, start: int, values: Tensor) -> Inflight:
         raise StateError(f"{self.path}: frozen values in a model's own file cannot be written")
 
 
@@ -369,18 +361,18 @@ class FilePieces:
         self._parts = parts
         self._meter = meter or Meter()
 
-    def read(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def read(self, start: int, values: Tensor) -> Inflight:
         stop, done = start + values.numel(), start
         transfers = []
         for at, part in self._parts:
             low, high = max(start, at), min(stop, at + part.numel())
             if low < high:
                 values[done - start : low - start].zero_()
-                transfers.append(part[low - at : high - at].begin_read(values[low - start : high - start], on_done))
+                transfers.append(part[low - at : high - at].begin_read(values[low - start : high - start]))
                 self._meter.moved("read", (high - low) * self.dtype.itemsize)
                 done = high
         values[done - start :].zero_()
         return Inflight((Timed(together(transfers).close, self._meter, "read"),))
 
-    def write(self, start: int, values: Tensor, on_done: OnDone = None) -> Inflight:
+    def write(self, start: int, values: Tensor) -> Inflight:
         raise StateError("frozen values in a model's own files cannot be written")

@@ -37,13 +37,11 @@ class Job:
 
     Attributes:
         call: None after it has ended.
-        on_done: called in the thread afterwards.
         ended: set when the call has ended.
         error: what the call raised.
     """
 
     call: Callable[[], None] | None
-    on_done: Callable[[], object] | None
     ended: Latch = field(default_factory=Latch)
     error: BaseException | None = None
 
@@ -91,8 +89,6 @@ class _Workers:
             # Must precede `ended`: a waiting thread may close the file next, and an idle thread must hold no buffer.
             job.call = None
             job.ended.set()
-            if job.on_done is not None:
-                job.on_done()
             del job
 
 
@@ -101,9 +97,9 @@ atexit.register(_WORKERS.stop)
 os.register_at_fork(after_in_child=_WORKERS.renew)
 
 
-def submit(call: Callable[[], None], on_done: Callable[[], object] | None = None) -> Job:
+def submit(call: Callable[[], None]) -> Job:
     """Run a call in one of the threads."""
-    job = Job(call, on_done)
+    job = Job(call)
     _WORKERS.submit(job)
     return job
 
@@ -343,32 +339,29 @@ class Disk:
 
     # Transfers --------------------------------------------------------------------------------------------------------
 
-    def read(self, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None = None) -> Inflight:
+    def read(self, offset: int, buffer: Tensor | memoryview) -> Inflight:
         """Start to fill `buffer` (CPU, contiguous, any dtype) from byte `offset` of the file.
 
         Args:
             offset: in bytes.
             buffer: receives the bytes.
-            on_done: called from another thread when a part has ended; after the last part too.
 
         Raises:
             TierError: while waiting: the read failed or the file is too short.
             StateError: the file is closed, the buffer is unsuitable, or the range is outside the file.
         """
-        return self._start("read", offset, buffer, on_done)
+        return self._start("read", offset, buffer)
 
-    def write(self, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None = None) -> Inflight:
+    def write(self, offset: int, buffer: Tensor | memoryview) -> Inflight:
         """Start to write `buffer` (CPU, contiguous, any dtype) at byte `offset`. It must not change until waited for.
 
         Raises:
             TierError: while waiting: the write failed.
             StateError: the file is closed, the buffer is unsuitable, or the range is outside the file.
         """
-        return self._start("write", offset, buffer, on_done)
+        return self._start("write", offset, buffer)
 
-    def _start(
-        self, kind: str, offset: int, buffer: Tensor | memoryview, on_done: Callable[[], object] | None
-    ) -> Inflight:
+    def _start(self, kind: str, offset: int, buffer: Tensor | memoryview) -> Inflight:
         file = self._open()
         array = bytes_of(buffer)
         if offset < 0 or offset + len(array) > self._end:
@@ -384,9 +377,9 @@ class Disk:
             piece = array[start : min(start + PIECE_BYTES, len(array))]
             body = max(0, min(len(piece), straight - start))
             if body:
-                jobs.append(submit(partial(self._piece, file, kind, piece[:body], offset + start), on_done))
+                jobs.append(submit(partial(self._piece, file, kind, piece[:body], offset + start)))
             if body < len(piece):
-                jobs.append(submit(partial(self._uneven, file, kind, piece[body:], offset + start + body), on_done))
+                jobs.append(submit(partial(self._uneven, file, kind, piece[body:], offset + start + body)))
         return inflight(jobs, self.meter, kind)
 
     def _piece(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:

@@ -16,10 +16,16 @@ def spec(name: str, shape: tuple[int, ...], **changes) -> ParamSpec:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    shapes=SHAPES, shards=st.sampled_from([1, 2, 3, 4, 7, 64, 1024]), frozen=st.integers(0, 5), groups=st.integers(1, 3)
+    shapes=SHAPES,
+    shards=st.sampled_from([1, 2, 3, 4, 7, 64, 1024]),
+    frozen=st.integers(0, 5),
+    optimizers=st.integers(1, 3),
 )
-def test_every_element_has_one_owner(shapes, shards, frozen, groups):
-    specs = [spec(f"p{i}", shape, trainable=i % (frozen + 1) == 0, group=i % groups) for i, shape in enumerate(shapes)]
+def test_every_element_has_one_owner(shapes, shards, frozen, optimizers):
+    specs = [
+        spec(f"p{i}", shape, trainable=i % (frozen + 1) == 0, optimizer=i % optimizers)
+        for i, shape in enumerate(shapes)
+    ]
     half = len(specs) // 2
     layout = Layout.build([("a", specs[:half]), ("b", specs[half:])], shards)
     assert sorted(slot.spec.name for span in layout.spans for slot in span.slots) == sorted(s.name for s in specs)
@@ -63,13 +69,13 @@ def test_padding_is_less_than_one_alignment_per_rank():
     assert span.numel - span.used_numel < ALIGN_NUMEL * 1024
 
 
-def test_spans_split_by_type_group_and_training():
+def test_spans_split_by_type_optimizer_and_training():
     specs = [
-        spec("w", (4, 4), group=0),
-        spec("b", (4,), group=1),
-        spec("frozen", (4, 4), trainable=False, group=-1),
-        ParamSpec(("half",), (4, 4), "bfloat16", "bfloat16", "float32", group=0),
-        spec("w2", (4, 4), group=0),
+        spec("w", (4, 4), optimizer=0),
+        spec("b", (4,), optimizer=1),
+        spec("frozen", (4, 4), trainable=False, optimizer=-1),
+        ParamSpec(("half",), (4, 4), "bfloat16", "bfloat16", "float32", optimizer=0),
+        spec("w2", (4, 4), optimizer=0),
     ]
     (unit,) = Layout.build([("u", specs)], 2).units
     assert [[slot.spec.name for slot in span.slots] for span in unit.spans] == [
