@@ -1,13 +1,14 @@
 """When units move: hooks on the modules that use them, and on the nodes of autograd's graph.
 
-* Forward: a unit is gathered before a module that uses it and released after; the next one is gathered one ahead.
+* Forward: a unit is gathered before a module that uses it and released when the next use begins. From the second forward on,
+  the next unit is gathered one ahead.
 * Backward: a prehook on the nodes that made a module's output enters its use (`tape`): the unit is gathered, the unit of
   the next use is gathered one ahead, and uses that the backward is done with are released and reduced.
 * End of a backward: an engine callback releases and reduces what is left, then the ranks agree on which parameters have a
   gradient, and optimizers get theirs.
 
 Hooks stand on nodes, not on tensors and not in autograd functions: user code may write a module's input or output in place.
-Python work per step grows with units, never with parameters, but for class changes at releases.
+Python work of this file grows with units, never with parameters, but for class changes at gathers and releases.
 """
 
 from __future__ import annotations
@@ -479,7 +480,7 @@ class Schedule:
                 unit.wait()
 
     def recover(self) -> None:
-        """After a backward or a forward that raised: forget what it left."""
+        """Forget what a backward left that raised before its end; do nothing in a backward, or after one that ended."""
         if backward_id() >= 0:
             return
         if self.in_backward:

@@ -1,12 +1,14 @@
 """The tape: which units the forwards since the last step used, in order, and which of these uses a backward can reach.
 
-A use is one forward of a unit that built a graph. It opens when the forward begins and closes when it ends, on one clock.
+A use is one call of code that reads a unit (`Schedule.begin_use`), in a forward that builds a graph. It opens when the call
+begins and closes when it ends, on one clock.
 A backward enters uses in descending order of `closed`, and is done with a use when it enters one that closed before that
 use opened: autograd runs nodes in descending order of their creation.
 
 Hooks on the graph own a `Token`, the tape refers to it weakly: a use whose token is gone can be reached by no backward.
-When that happens may differ between ranks, so the ranks agree on it at the start of each backward (`agree`); nothing else
-removes a use from the tape, but for `clear` at the optimizer's step.
+When that happens may differ between ranks, so at stage 3 the ranks agree on it at the start of each backward
+(`start_agreement`), and no rank removes a use by itself. At stages 0 to 2 each does, and they agree on units. `clear` empties
+the tape at the optimizer's step, and after a backward that raised.
 """
 
 from __future__ import annotations
