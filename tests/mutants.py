@@ -249,7 +249,7 @@ MUTANTS = (
     Mutant(
         "`param.data = x` is lost where parameters are released",
         "engine/written.py",
-        "        carry(span, index, values.detach().reshape(-1), shown_by_codec(span))",
+        "        write_back(span, index, values.detach().reshape(-1), shown_by_codec(span))",
         "        pass",
         program("writes"),
     ),

@@ -109,11 +109,11 @@ class Loading:
                 name: [Extent(stored[p.source], p.source_start, p.start, p.numel) for p in pieces]
                 for name, pieces in located.pieces.items()
             }
-            self._reader.read(ranges_of(parameters.held(), places))
+            self._reader.read(ranges_of(parameters.to_fill(), places))
             buffers = persistent_buffers(model)
             for conversion in located.conversions:
                 made = conversion.convert({key: self._reader.whole(stored[key]) for key in conversion.sources})
-                for param, piece in parameters.held():
+                for param, piece in parameters.to_fill():
                     if param in made:
                         piece.source.copy_(made[param].reshape(-1)[piece.here])
                 for name in buffers.keys() & made.keys():
@@ -204,7 +204,8 @@ class Loading:
                 if spec.name in entries and entries[spec.name].value is not None
             }
             self._reader.read(
-                Range(states[state][name], piece.start, piece.source) for state, (name, piece) in optimizer.room(saved)
+                Range(states[state][name], piece.start, piece.source)
+                for state, (name, piece) in optimizer.allocate(saved)
             )
         # Must follow the block, which raises on all ranks or none: options and states change only if every
         # rank has read all of them.

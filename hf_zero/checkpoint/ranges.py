@@ -30,7 +30,7 @@ from .safetensors import Stored, read_fully, start_writeback, write_fully
 MASTER = "master"
 """The optimizer state that stores a master of higher precision than its parameter."""
 
-Held = tuple[str, Extent[Values]]
+NamedPiece = tuple[str, Extent[Values]]
 """A parameter's first name, and some of its elements: 1-D views of this rank's memory or disk. `here` is in the parameter."""
 
 
@@ -56,12 +56,12 @@ class Parameters(Protocol):
         """Return shape and dtypes of a parameter."""
         ...
 
-    def written(self, rank: int, size: int) -> Iterable[Held]:
+    def written(self, rank: int, size: int) -> Iterable[NamedPiece]:
         """Return the pieces of each master that this rank writes. All ranks together write every element once."""
         ...
 
-    def held(self) -> Iterable[Held]:
-        """Return the pieces of each master that this rank holds and a load fills."""
+    def to_fill(self) -> Iterable[NamedPiece]:
+        """Return the pieces of each master that a load fills: this rank's."""
         ...
 
     def shares(self, name: str) -> Iterable[tuple[int, Extent[Callable[[], Tensor]]]]:
@@ -102,7 +102,7 @@ class OptimizerState(Protocol):
         """Yield each trained parameter, and whether its state arrays have shapes other than the parameter's."""
         ...
 
-    def written(self, rank: int, size: int) -> Mapping[str, Iterable[Held]]:
+    def written(self, rank: int, size: int) -> Mapping[str, Iterable[NamedPiece]]:
         """Return state -> the pieces that this rank writes. Includes states of which it writes nothing.
 
         Raises:
@@ -114,12 +114,12 @@ class OptimizerState(Protocol):
         """Return the existing state, by parameter."""
         ...
 
-    def room(self, saved: Mapping[str, ParameterState]) -> Iterable[tuple[str, Held]]:
+    def allocate(self, saved: Mapping[str, ParameterState]) -> Iterable[tuple[str, NamedPiece]]:
         """Allocate memory for a saved state. Returns (state, piece to fill). The optimizer keeps its own until `put`."""
         ...
 
     def put(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Make the memory of `room` the optimizer's state, and `options` those of its groups."""
+        """Make the memory of `allocate` the optimizer's state, and `options` those of its groups."""
         ...
 
 
@@ -155,14 +155,14 @@ class Range:
         return self.values.numel() * self.dtype.itemsize
 
 
-def ranges_of(held: Iterable[Held], places: Mapping[str, Sequence[Extent[Stored]]]) -> Iterator[Range]:
+def ranges_of(pieces: Iterable[NamedPiece], places: Mapping[str, Sequence[Extent[Stored]]]) -> Iterator[Range]:
     """Yield the byte ranges of a rank's pieces of parameters.
 
     Args:
-        held: the pieces.
+        pieces: of parameters.
         places: parameter -> where files store its elements; `here` is in the parameter.
     """
-    for name, piece in held:
+    for name, piece in pieces:
         for extent in places.get(name, ()):
             stored, mine = extent.cut(piece.start, piece.stop), piece.cut(extent.start, extent.stop)
             if stored is not None and mine is not None:

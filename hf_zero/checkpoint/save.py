@@ -1,7 +1,7 @@
 """Save a checkpoint: every rank writes its own byte ranges of the final files, without gathering.
 
     with Saving(wire, folder) as saving:        # creates the staging folder, see `folder`
-        saving.weights(parameters, draw)        # rank 0 creates the files, each rank collects its ranges
+        saving.weights(parameters, plan_files)  # rank 0 creates the files, each rank collects its ranges
         saving.optimizer(state, max_shard_size=limit)
         saving.commit()                         # write, fsync, manifest, put in place
 
@@ -35,7 +35,7 @@ from .folder import Staging
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
 from .ranges import OptimizerState, Parameters, ParameterState, Range, Writer, copy_to, ranges_of
 from .safetensors import Stored, build_header
-from .weights import Drawing, Entry, WeightFile, split_files
+from .weights import Entry, FilePlan, WeightFile, split_files
 
 OPTIMIZER_FOLDER = "optimizer"
 OPTIMIZER_INDEX = "optimizer.json"
@@ -121,12 +121,12 @@ class Saving:
         self._conversions.clear()
         self._staging.discard()
 
-    def weights(self, parameters: Parameters, draw: Callable[[], Drawing], folder: str = "") -> None:
+    def weights(self, parameters: Parameters, plan_files: Callable[[], FilePlan], folder: str = "") -> None:
         """Add parameters and buffers.
 
         Args:
             parameters: of the model.
-            draw: called on rank 0; may write further files next to the weights.
+            plan_files: called on rank 0; may write further files next to the weights.
             folder: inside the checkpoint, of a further model.
         """
         with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
@@ -134,18 +134,18 @@ class Saving:
                 # Without a graph: in a graph, reading a released weight would gather it on this rank alone.
                 with naming(self.folder), torch.no_grad():
                     (self.folder / folder).mkdir(exist_ok=True)
-                    drawing = draw()
-                placed = [item for file in drawing.files for item in self._create(file, folder)]
+                    file_plan = plan_files()
+                placed = [item for file in file_plan.files for item in self._create(file, folder)]
                 for entry, stored in placed:
-                    if not entry.runs and entry.key in drawing.values:
-                        value = drawing.values[entry.key].detach().contiguous()
+                    if not entry.runs and entry.key in file_plan.values:
+                        value = file_plan.values[entry.key].detach().contiguous()
                         self._ranges.append(Range(stored, 0, value.view(-1)))
                 where = {entry.key: stored for entry, stored in placed}
                 self._conversions += [
                     _Conversion(parameters, item.sources, item.convert, {key: where[key] for key in item.targets})
-                    for item in drawing.conversions
+                    for item in file_plan.conversions
                 ]
-                report.mine = places_of(placed), [item.sources for item in drawing.conversions]
+                report.mine = places_of(placed), [item.sources for item in file_plan.conversions]
         places, sources = report.everyone[0]
         if self._wire.rank != 0:
             self._conversions += [_Conversion(parameters, names, None, {}) for names in sources]
@@ -156,7 +156,7 @@ class Saving:
     ) -> None:
         """Add the optimizer's state: files per state, with the parameters' names and shapes; scalars as JSON."""
         with on_all_ranks(self._wire, f"saving optimizer state to {self.target}") as report:
-            held = optimizer.written(self._wire.rank, self._wire.size)
+            pieces = optimizer.written(self._wire.rank, self._wire.size)
             out: dict[str, dict[str, list[Extent[Stored]]]] = {}
             if self._wire.rank == 0:
                 described = optimizer.described()
@@ -165,10 +165,10 @@ class Saving:
                 with naming(path):
                     path.parent.mkdir()
                     path.write_text(json.dumps(index, separators=(",", ":")))
-                for state in held:
+                for state in pieces:
                     files = split_files(f"{folder}/{state}", _entries(state, described), max_shard_size)
                     out[state] = places_of(item for file in files for item in self._create(file))
-            report.mine = out, sorted(held)
+            report.mine = out, sorted(pieces)
         answers = report.everyone
         for rank, (_, states) in enumerate(answers):
             if states != answers[0][1]:
@@ -177,7 +177,7 @@ class Saving:
                     f"rank {rank}'s {states}. Make the same steps on every rank"
                 )
         for state, places in answers[0][0].items():
-            self._ranges += ranges_of(held[state], places)
+            self._ranges += ranges_of(pieces[state], places)
 
     def _create(self, file: WeightFile, folder: str = "") -> list[tuple[Entry, Stored]]:
         """Create a file with its header, at its final size, on rank 0. Returns where its tensors lie."""

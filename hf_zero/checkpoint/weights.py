@@ -74,7 +74,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class FilePlan:
     """The weight files that a save writes.
 
     Attributes:
@@ -122,12 +122,12 @@ class WeightFormat(Protocol):
         """Write all files but the weights (config, model card). Runs on rank 0, without communication.
 
         Args:
-            state: see `draw`.
+            state: see `plan_files`.
             folder: for the files.
         """
         ...
 
-    def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
         """Return what to write; write the index. Runs on rank 0, without communication.
 
         Args:
@@ -160,7 +160,7 @@ class StateDictFormat:
     def describe(self, state: dict[str, Tensor], folder: Path) -> None:
         """Write nothing; see `WeightFormat`."""
 
-    def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
         """Return what to write; see `WeightFormat`."""
         entries, values, done = [], {}, set()
         names = names_of(self._model)
@@ -179,7 +179,7 @@ class StateDictFormat:
                 done.add(first)
                 runs = (Extent(first, 0, 0, value.numel()),)
             entries.append(Entry(key, dtype_name(value.dtype), tuple(value.shape), runs))
-        return Drawing(write_index(self._model, entries, max_shard_size, folder), values)
+        return FilePlan(write_index(self._model, entries, max_shard_size, folder), values)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """Return where stored tensors belong; see `WeightFormat`."""

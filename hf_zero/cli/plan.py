@@ -302,7 +302,7 @@ def _show_details(console: Console, made: Plan) -> None:
         if any(cells):
             kinds.append([kind + (" (estimate)" if kind == "activations" else ""), *cells])
     sums: list[list[str | Text]] = [
-        ["all, at the highest moment", *(_pair(memory.at_rest(tier), memory.at_peak(tier)) for tier in shown)]
+        ["all, at the highest moment", *(_pair(memory.stored_bytes(tier), memory.at_peak(tier)) for tier in shown)]
     ]
     limits = made.inputs.budgets
     if limits:

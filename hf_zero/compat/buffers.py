@@ -144,7 +144,7 @@ class Buffers(Observer):
             if buffer is not None and (id(of), name) not in skipped
         ]
 
-    def tell(self) -> list[int]:
+    def marks_to_send(self) -> list[int]:
         if not self._is_watched:
             return []
         self._backwards += 1
@@ -175,7 +175,7 @@ class Buffers(Observer):
             self._written.add(name)
         self._sum = _sum(self._prints)
 
-    def told(self, highest: list[int]) -> None:
+    def check_highest_marks(self, highest: list[int]) -> None:
         if highest and highest[0] != _MOST - highest[1]:
             self._resolve()
         elif self._next:  # the sums are equal: all ranks have the same names here

@@ -72,10 +72,10 @@ class Preemptions(Observer):
         if self.current is not None:
             self.current.close()
 
-    def tell(self) -> list[int]:
+    def marks_to_send(self) -> list[int]:
         return [int(self.current is not None and self.current.signalled)]
 
-    def told(self, highest: list[int]) -> None:
+    def check_highest_marks(self, highest: list[int]) -> None:
         if self.current is not None:
             self.current.agreed = bool(highest[0])
 

@@ -178,12 +178,12 @@ class Writes(Observer):
 
     # All ranks --------------------------------------------------------------------------------------------------------
 
-    def tell(self) -> list[int]:
+    def marks_to_send(self) -> list[int]:
         """Return a number that is the same on every rank where the same was written, and its complement."""
         mark = self._mark & _MOST
         return [mark, _MOST - mark]
 
-    def told(self, highest: list[int]) -> None:
+    def check_highest_marks(self, highest: list[int]) -> None:
         """
         Raises:
             RankMismatchError: ranks wrote other values.

@@ -31,12 +31,12 @@ class SameOptions(Observer):
         self._mark = 0
         self._may_change_in_place = True
 
-    def tell(self) -> list[int]:
+    def marks_to_send(self) -> list[int]:
         """Return a number that differs where options or the count of steps differ, and its complement."""
         mark = zlib.crc32(b"%d %d" % (self._options(), self._wire.watch.step)) & _MASK
         return [mark, _MASK - mark]
 
-    def told(self, highest: list[int]) -> None:
+    def check_highest_marks(self, highest: list[int]) -> None:
         """Compare. The highest number and the highest complement belong together only where all ranks are alike.
 
         Raises:

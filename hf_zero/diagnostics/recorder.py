@@ -312,7 +312,7 @@ def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow,
         if kinds:
             total = sum(now[name].values())
             highest = None if peak is None else found["all"]
-            rows += [*kinds, TierRow(name, "all", memory.at_rest(tier), total, memory.at_peak(tier), highest)]
+            rows += [*kinds, TierRow(name, "all", memory.stored_bytes(tier), total, memory.at_peak(tier), highest)]
     return tuple(rows)
 
 

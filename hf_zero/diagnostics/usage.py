@@ -71,7 +71,7 @@ class _Tally:
         self.table[(Tier.HOST if is_away else Tier.DEVICE).value][kind] += storage.nbytes()
 
 
-def at_rest(engine: Engine) -> Table:
+def stored_bytes(engine: Engine) -> Table:
     """Return the bytes of parameters, optimizer state and reduced gradients, by tier and kind. O(spans + states)."""
     tally = _Tally(engine.context.device)
     for unit in engine.units:
@@ -99,7 +99,7 @@ def _add_parameters(tally: _Tally, span: Span) -> None:
 
 def measure(engine: Engine) -> Table:
     """Return this rank's bytes now, by tier and kind."""
-    table, ledger = at_rest(engine), engine.context.storage.ledger
+    table, ledger = stored_bytes(engine), engine.context.storage.ledger
     for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):
         for kind, nbytes in account.now.items():
             table[tier.value][kind] += nbytes
@@ -180,7 +180,7 @@ def counters(engine: Engine) -> Counters:
 
 def _peak(engine: Engine) -> Table:
     """The bytes stored now, and with them the highest of all that came and went."""
-    table, ledger = at_rest(engine), engine.context.storage.ledger
+    table, ledger = stored_bytes(engine), engine.context.storage.ledger
     for kinds in table.values():
         kinds["all"] = sum(kinds.values())
     for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):

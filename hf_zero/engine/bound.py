@@ -28,7 +28,7 @@ _MODES = ("train", "eval")
 """Methods of schedule-free optimizers that write what the groups hold."""
 
 
-class Hold(Protocol):
+class PinnedUnits(Protocol):
     """Full parameters that stay gathered for a while, and that user code may write."""
 
     def refuse_writes(self) -> None:
@@ -245,8 +245,9 @@ class BoundOptimizers:
         self.get(optimizer, method.__name__)
         self._engine.schedule.quiesce()
         self._engine.wait_for_host_steps()
-        if self._engine.hold is not None:  # before: where full parameters are the masters' memory, both show the write
-            self._engine.hold.refuse_writes()
+        if self._engine.pinned is not None:
+            # Before the write: where full parameters are the masters' memory, both show it.
+            self._engine.pinned.refuse_writes()
         result = method(*args, **kwargs)
         self._refresh()
         return result
@@ -269,8 +270,8 @@ class BoundOptimizers:
                 "engine.refresh() on every rank right afterwards"
             )
         if is_counted or is_uncounted or self._were_moved():
-            if self._engine.hold is not None:
-                self._engine.hold.refuse_writes()
+            if self._engine.pinned is not None:
+                self._engine.pinned.refuse_writes()
             self._refresh()
 
     def were_written(self, spans: Sequence[Span]) -> bool:
@@ -284,13 +285,13 @@ class BoundOptimizers:
         return is_counted or bool(self._read) or any(segment.was_moved for segment in segments)
 
     def _refresh(self) -> None:
-        hold = self._engine.hold
+        pinned = self._engine.pinned
         for binding in self.bindings:
             binding.return_moved_tensors()
         self._engine.refresh()
         self._read.clear()
-        if hold is not None:
-            hold.renew()
+        if pinned is not None:
+            pinned.renew()
         self._mark_versions()
 
     def _mark_versions(self) -> None:

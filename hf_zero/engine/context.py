@@ -124,7 +124,7 @@ class Context:
         budget, now = self.config.device_memory, self.storage.ledger.device.now
         if budget is not None:
             temporary = sum(nbytes for kind, nbytes in now.items() if kind != "gradients")  # the plan stores these
-            return int(budget) - self.plan.memory.at_rest(Tier.DEVICE) - temporary
+            return int(budget) - self.plan.memory.stored_bytes(Tier.DEVICE) - temporary
         if self.device.type == "cuda":
             return free_device_bytes(self.device)
         return free_host_bytes(self.wire.ranks_here())

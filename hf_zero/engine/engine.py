@@ -20,7 +20,7 @@ from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..errors import StateError, ZeroError
 from ..tiers.tier import Tier
-from .bound import BoundOptimizers, Hold
+from .bound import BoundOptimizers, PinnedUnits
 from .build import give_back
 from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
@@ -68,7 +68,7 @@ class Engine:
             cast = {param for span in spans for param in span.params}
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
-        self.hold: Hold | None = None
+        self.pinned: PinnedUnits | None = None
         """Full parameters that stay gathered for a while, while they do."""
         self._bound = BoundOptimizers(self, bindings)
         self._undo.append(self._bound.detach)

@@ -26,7 +26,7 @@ Names = Mapping[nn.Parameter, Sequence[str]]
 Source = tuple[str, Any]
 """An entry of a group: ("segments", (binding, group)) of a binding before, or ("parameter", name).
 """
-Held = tuple[list[Source], list[str]]
+GroupSources = tuple[list[Source], list[str]]
 """Sources of one group in their order, and names of the parameters that have elements in its segments here."""
 
 
@@ -65,9 +65,9 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindin
             for each in optimizers
         ]
         changed = [each not in before or not before[each].is_current() for each in optimizers]
-        held = [_held(each, bindings, names) for each in optimizers]
-        lines = [line for each, groups in zip(optimizers, held) for line in _lines(each, groups, each in before)]
-        report.mine = (lines, changed, held)
+        sources = [_sources_of(each, bindings, names) for each in optimizers]
+        lines = [line for each, groups in zip(optimizers, sources) for line in _lines(each, groups, each in before)]
+        report.mine = (lines, changed, sources)
     agree.same_lines([mine[0] for mine in report.everyone])
     originals: list[Groups] = []
     explicit = {
@@ -124,14 +124,14 @@ def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> l
 # What groups hold -----------------------------------------------------------------------------------------------------
 
 
-def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[Held]:
+def _sources_of(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[GroupSources]:
     segments = {
         id(each.tensor): (number, before, each)
         for number, binding in enumerate(bindings)
         for before, group in enumerate(binding.segments)
         for each in group
     }
-    out: list[Held] = []
+    out: list[GroupSources] = []
     for at, group in enumerate(optimizer.param_groups):
         sources: dict[Source, None] = {}
         members: list[str] = []
@@ -149,9 +149,11 @@ def _held(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: 
     return out
 
 
-def _merged(ranks: Sequence[Held], bindings: Sequence[Binding], names: Names, explicit: set[str]) -> list[nn.Parameter]:
+def _merged(
+    ranks: Sequence[GroupSources], bindings: Sequence[Binding], names: Names, explicit: set[str]
+) -> list[nn.Parameter]:
     """The parameters of one group, from what all ranks have in it."""
-    sources = dict.fromkeys(source for held, _ in ranks for source in held)
+    sources = dict.fromkeys(source for mine, _ in ranks for source in mine)
     present = {name for _, members in ranks for name in members} - explicit
     param_of = {each[0]: param for param, each in names.items()}
     out: list[nn.Parameter] = []
@@ -164,7 +166,7 @@ def _merged(ranks: Sequence[Held], bindings: Sequence[Binding], names: Names, ex
     return out
 
 
-def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[Held], is_bound: bool) -> Iterator[str]:
+def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSources], is_bound: bool) -> Iterator[str]:
     """Return what must be the same on every rank."""
     name = type(optimizer).__name__
     yield f"{name} with {len(groups)} groups"

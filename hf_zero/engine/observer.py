@@ -22,8 +22,9 @@ class Observer:
         `gradients_written(span)`: they have other values now.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
-        `tell()` returns integers of this rank, always as many; `told(highest)` gets the highest of all ranks. They travel
-        with what the ranks agree on at the end of a backward that reduces. An observer has both methods or neither.
+        `marks_to_send()` returns integers of this rank, always as many; `check_highest_marks(highest)` gets the highest of
+        all ranks. They travel with what the ranks agree on at the end of a backward that reduces. An observer has both methods
+        or neither.
     One unit:
         `use_begun(unit)`, `use_ended(unit, found)`: around the forward of a host, or one operation, after which parameters may
             be released. `found`: the tensors in its output.
@@ -77,8 +78,8 @@ class Events:
     after_step: list[Callable[..., None]]
     step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
-    tell: list[Callable[[], list[int]]]
-    told: list[Callable[[list[int]], None]]
+    marks_to_send: list[Callable[[], list[int]]]
+    check_highest_marks: list[Callable[[list[int]], None]]
     use_begun: list[Callable[..., None]]
     use_ended: list[Callable[..., None]]
     before_gather: list[Callable[..., None]]

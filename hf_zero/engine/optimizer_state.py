@@ -252,8 +252,8 @@ def put_states(
             for name, value in entries.items():
                 if isinstance(value, Tensor) and (name in elementwise or (each.is_matrix and value.dim() > 0)):
                     dtype = span.master_dtype if value.is_floating_point() else value.dtype
-                    room = new_room(each, name, dtype, value.shape)
-                    entries[name] = room.copy_(value if isinstance(room, Tensor) else value.reshape(-1))
+                    memory = allocate_state(each, name, dtype, value.shape)
+                    entries[name] = memory.copy_(value if isinstance(memory, Tensor) else value.reshape(-1))
                 else:
                     entries[name] = single_value(options, span, name, value)
             binding.put_state(each, entries)
@@ -276,8 +276,8 @@ def _parts_of(
         yield name, joined
 
 
-def new_room(segment: Segment, name: str, dtype: torch.dtype, shape: Sequence[int], kept: Any = None) -> Values:
-    """Memory for a state where the segment is stored; its values are undefined.
+def allocate_state(segment: Segment, name: str, dtype: torch.dtype, shape: Sequence[int], kept: Any = None) -> Values:
+    """Return memory for a state where the segment is stored; its values are undefined.
 
     Args:
         kept: a state that is not needed any more: its memory is used where it fits.

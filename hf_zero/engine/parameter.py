@@ -170,7 +170,7 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         place = self._zero_place
-        if not place.unit.is_shown:
+        if not place.unit.allows_reads:
             raise StateError(
                 f"parameter {place.span.name_of(place.index)!r} was pickled, and its values are sharded over the ranks. Pickle "
                 "copy.deepcopy(param), made on every rank, or do it inside zero.GatheredParameters"
@@ -241,7 +241,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         finally:
             for param in params:
                 place = place_of(param)
-                if place is not None and not place.unit.is_shown:
+                if place is not None and not place.unit.allows_reads:
                     set_released((param,), True)
 
     if getattr(func, "__name__", "") == "grad":  # torch.autograd.grad: parameters tell it where gradients go

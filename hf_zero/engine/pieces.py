@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint.ranges import MASTER, Held, ParameterState
+from ..checkpoint.ranges import MASTER, NamedPiece, ParameterState
 from ..comm.wire import SoloWire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_of
@@ -17,14 +17,14 @@ from ..errors import CheckpointError
 from ..optimizers.facts import options_added, refusal_of, states_of
 from ..tiers.array import Values, flat_of
 from .optimizer import Binding
-from .optimizer_state import arrays_of, describe, mark_of, new_room, segments_of, single_value
+from .optimizer_state import allocate_state, arrays_of, describe, mark_of, segments_of, single_value
 from .parameter import place_of
 from .segments import Segment
 from .span import Span
 from .unit import Unit
 
 
-def held_of(piece: Extent[Slot], values: Values) -> Held:
+def named_piece(piece: Extent[Slot], values: Values) -> NamedPiece:
     """The elements of one parameter that 1-D values have."""
     return piece.source.spec.name, Extent(values[piece.here], 0, piece.source_start, piece.numel)
 
@@ -54,16 +54,16 @@ class ParameterPieces:
     def spec(self, name: str) -> ParamSpec:
         return self._places[name][1].spec
 
-    def written(self, rank: int, size: int) -> Iterator[Held]:
+    def written(self, rank: int, size: int) -> Iterator[NamedPiece]:
         return self._pieces(lambda span: parts_written(span, rank, size))
 
-    def held(self) -> Iterator[Held]:
+    def to_fill(self) -> Iterator[NamedPiece]:
         return self._pieces(lambda span: span.layout.overlaps(span.rank))
 
-    def _pieces(self, parts_of: Callable[[Span], Iterable[Extent[Slot]]]) -> Iterator[Held]:
+    def _pieces(self, parts_of: Callable[[Span], Iterable[Extent[Slot]]]) -> Iterator[NamedPiece]:
         for span in self._spans:
             for part in parts_of(span):
-                yield held_of(part, span.master)
+                yield named_piece(part, span.master)
 
     def shares(self, name: str) -> Iterator[tuple[int, Extent[Callable[[], Tensor]]]]:
         span, slot = self._places[name]
@@ -129,10 +129,10 @@ class OptimizerPieces:
                 out[spec.name] = known
         return out
 
-    def written(self, rank: int, size: int) -> dict[str, list[Held]]:
+    def written(self, rank: int, size: int) -> dict[str, list[NamedPiece]]:
         if self._refused is not None:
             raise self._refused
-        out: dict[str, list[Held]] = {state: [] for one in self.described().values() for state in one.arrays}
+        out: dict[str, list[NamedPiece]] = {state: [] for one in self.described().values() for state in one.arrays}
         for span in self._binding.spans:
             parts = list(parts_written(span, rank, size))
             spec = span.layout.spec
@@ -149,26 +149,26 @@ class OptimizerPieces:
                     arrays[MASTER] = span.master[segment.here]
                 for piece in _in_segment(parts, segment):
                     for state, value in arrays.items():
-                        out[state].append(held_of(piece, value))
+                        out[state].append(named_piece(piece, value))
         return out
 
     # To be filled -----------------------------------------------------------------------------------------------------
 
-    def room(self, saved: Mapping[str, ParameterState]) -> list[tuple[str, Held]]:
+    def allocate(self, saved: Mapping[str, ParameterState]) -> list[tuple[str, NamedPiece]]:
         self._fresh.clear()
-        out: list[tuple[str, Held]] = []
+        out: list[tuple[str, NamedPiece]] = []
         for span in self._binding.spans:
             parts = list(span.layout.overlaps(span.rank))
             states = [saved.get(slot.spec.name) for slot in span.layout.slots]
             marks = [mark_of(each) for each in states]
             for segment in segments_of(self._binding, span):
                 for each in self._binding.divide(segment, marks.__getitem__):
-                    out += self._room_of(each, states[each.members[0]], list(_in_segment(parts, each)))
+                    out += self._allocate_for(each, states[each.members[0]], list(_in_segment(parts, each)))
         return out
 
-    def _room_of(
+    def _allocate_for(
         self, segment: Segment, saved: ParameterState | None, pieces: Sequence[Extent[Slot]]
-    ) -> Iterator[tuple[str, Held]]:
+    ) -> Iterator[tuple[str, NamedPiece]]:
         """Values go to where those of now are stored, where they fit. All members have the same arrays and single values."""
         span, kept = segment.span, self._binding.state_of(segment)
         entries: dict[str, Any] = {}
@@ -182,14 +182,14 @@ class OptimizerPieces:
             if state == MASTER:  # in place; what is not saved stays as it came with the weights
                 values = span.master[segment.here]
             elif segment.is_matrix:
-                values = entries[state] = new_room(segment, state, dtype_of(dtype), shape, kept.get(state))
+                values = entries[state] = allocate_state(segment, state, dtype_of(dtype), shape, kept.get(state))
                 yield state, (span.name_of(segment.members[0]), Extent(flat_of(values), 0, 0, values.numel()))
                 continue
             else:
-                values = new_room(segment, state, dtype_of(dtype), (segment.numel,), kept.get(state))
+                values = allocate_state(segment, state, dtype_of(dtype), (segment.numel,), kept.get(state))
                 entries[state] = values if covered else values.zero_()
             for piece in pieces:
-                yield state, held_of(piece, values)
+                yield state, named_piece(piece, values)
         self._fresh.append((segment, entries))
 
     def _options_of(self, segment: Segment) -> Mapping[str, Any]:

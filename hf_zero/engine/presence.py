@@ -39,14 +39,14 @@ class Presence:
         late = [are_late and unit.has_local_grads for unit in units]
         mine = self._flags()
         changed = [flags != before for flags, before in zip(mine, self._mine)]
-        told = [tell() for tell in events.tell]
-        values = [value for values in told for value in values]
-        found = wire.start_maximum([*late, *changed, *values, self._context.severity], at_end=True)()
+        marks = [marks_to_send() for marks_to_send in events.marks_to_send]
+        sent = [mark for each in marks for mark in each]
+        found = wire.start_maximum([*late, *changed, *sent, self._context.severity], at_end=True)()
         self._context.raise_failures("backward", found.pop())
         start = 2 * len(units)
-        for hear, values in zip(events.told, told):
-            hear(found[start : start + len(values)])
-            start += len(values)
+        for check, each in zip(events.check_highest_marks, marks):
+            check(found[start : start + len(each)])
+            start += len(each)
         late_units = [unit for unit, flag in zip(units, found) if flag]
         if late_units:
             self._reduces.reduce(late_units)

@@ -186,7 +186,7 @@ class Schedule:
                 self._prefetch(unit)
             unit.wait()
         elif self.frees:
-            unit.show()
+            unit.allow_reads()
             if not in_backward:
                 self._prefetch(unit)
         if not in_backward and self._depth:
@@ -239,7 +239,7 @@ class Schedule:
                 self._kept.add(unit)  # its output cannot be searched: only the end of the backward is certain
         if not self.frees or self._running[unit.index]:
             return
-        unit.hide()  # whatever reads it from here on is a use of its own
+        unit.intercept_reads()  # whatever reads it from here on is a use of its own
         if unit in self._kept:
             return
         if not in_backward:

@@ -203,7 +203,7 @@ class Segment:
         self.tensor.data = values
         self.show_flag()
 
-    def rest_on(self, slice_values: Tensor) -> None:
+    def use_master(self, slice_values: Tensor) -> None:
         """The master has other memory now: that of `slice_values`."""
         part = slice_values[self.start : self.stop]
         with torch._C.DisableTorchFunctionSubclass():

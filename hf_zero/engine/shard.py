@@ -129,7 +129,7 @@ def shard(
     storage.transient = config.step_in_backward
     with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers), shows_grads=bool(events.segment_grad_read))
-        if storage.uses_disk and (needed := made.memory.at_rest(Tier.DISK)):
+        if storage.uses_disk and (needed := made.memory.stored_bytes(Tier.DISK)):
             storage.disk.give_back(storage.disk.take(needed))  # refuses a disk without room
         if where.type == "cpu" and wire.size > 1 and policy.keep_full and not config.offloads:
             keep_freed()  # not where memory counts most: the holes of the heap are a sixth of stage 3's peak

@@ -242,7 +242,7 @@ class Span:
         """The master is in other memory from now on."""
         self.master = values
         for segment in self.segments:
-            segment.rest_on(values)
+            segment.use_master(values)
 
     # Another buffer ---------------------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class Span:
         if local_is_master:
             self.master = self.local
             for segment in self.segments:
-                segment.rest_on(self.local)
+                segment.use_master(self.local)
 
     # Values -----------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Unit:
         step: an update of its offloaded spans by another thread; None if there is none.
         is_pinned: full parameters stay gathered, whatever passes do: `release` does nothing.
         is_apart: what user code writes to full parameters is not carried into the masters.
-        is_shown: operations on parameters read them as they are. Else each asks the observers first.
+        allows_reads: operations on parameters read them as they are. Else each asks the observers first.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Unit:
         self.params = [param for span in spans for param in span.params]
         self.context, self.events = context, context.events
         self.state = State.GATHERED
-        self.is_shown = True
+        self.allows_reads = True
         self.step: UnitStep | None = None
         self.is_pinned = self.is_apart = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
@@ -124,24 +124,24 @@ class Unit:
         for span in self.spans:
             span.is_old = False
         self.state = State.GATHERED
-        self.show()
+        self.allow_reads()
 
-    def show(self) -> None:
+    def allow_reads(self) -> None:
         """The full parameters are readable, and stay until their use is over."""
-        if not self.is_shown:
-            self.is_shown = True
+        if not self.allows_reads:
+            self.allows_reads = True
             set_released(self.params, False)
 
-    def hide(self) -> None:
+    def intercept_reads(self) -> None:
         """The use of the full parameters is over. They may still be gathered."""
-        if self.is_shown and self.context.frees and not self.is_pinned:
+        if self.allows_reads and self.context.frees and not self.is_pinned:
             set_released(self.params, True)
-            self.is_shown = False  # last: after a signal between the two the next call hides them again
+            self.allows_reads = False  # last: after a signal between the two the next call intercepts them again
 
-    def hide_all(self) -> None:
+    def intercept_all_reads(self) -> None:
         """The full parameters have no memory, though the stage keeps them."""
         set_released(self.params, True)
-        self.is_shown = False
+        self.allows_reads = False
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
@@ -157,7 +157,7 @@ class Unit:
         """Free the full parameters."""
         self.state = State.SHARDED
         # Parameters first: an operation on one whose buffer has no memory would crash the process.
-        self.hide()
+        self.intercept_reads()
         for span in self.spans:
             span.close()
 

@@ -33,7 +33,7 @@ def put(span: Span, index: int, values: Tensor) -> None:
     """
     check_shape(span, index, values)
     if not span.is_alias and not span.unit.is_apart:
-        carry(span, index, values.detach().reshape(-1), shown_by_codec(span))
+        write_back(span, index, values.detach().reshape(-1), shown_by_codec(span))
     if span.is_readable:
         span.view(index).copy_(values)
 
@@ -50,7 +50,7 @@ def keep(span: Span, indices: Iterable[int], shown: Tensor | None = None) -> Non
         return
     shown = shown_by_codec(span) if shown is None else shown
     for index in indices:
-        carry(span, index, span.view(index).reshape(-1), shown)
+        write_back(span, index, span.view(index).reshape(-1), shown)
 
 
 def _restore(span: Span, index: int) -> bool:
@@ -91,7 +91,7 @@ def shown_by_codec(span: Span) -> Tensor | None:
     return span.codec.rounded(fetch(span.master).to(span.device, span.compute_dtype))
 
 
-def carry(span: Span, index: int, values: Tensor, shown: Tensor | None = None) -> None:
+def write_back(span: Span, index: int, values: Tensor, shown: Tensor | None = None) -> None:
     """Give the master this rank's elements of `values`, 1-D, one parameter's; those that are equal keep their digits.
 
     Args:

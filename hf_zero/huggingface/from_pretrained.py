@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import get_device
 
-from ..checkpoint.ranges import Held, Reader, ranges_of
+from ..checkpoint.ranges import NamedPiece, Reader, ranges_of
 from ..checkpoint.safetensors import Stored, read_header, sampled
 from ..comm.agree import on_all_ranks
 from ..comm.wire import SoloWire
@@ -172,7 +172,7 @@ class _Filling:
 
     def read(self, planned: PlannedLoad, wrong: set[str]) -> None:
         """Read without communication. Skips names in `wrong`, whose shapes do not fit."""
-        wanted: list[Held] = []
+        wanted: list[NamedPiece] = []
         places: dict[str, list[Extent[Stored]]] = {}
         computed: dict[str, Tensor] = {}
         for name, result in planned.results.items():
@@ -187,13 +187,13 @@ class _Filling:
             if origin is not None:
                 self._origins[name] = origin
             else:
-                wanted.append(self._room(name, result))
+                wanted.append(self._allocate(name, result))
         self.reader.read(ranges_of(wanted, places))
         for conversion in planned.conversions.computed(computed):
             values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
             for name, value in conversion.convert(values).items():
-                _, room = self._room(name, computed[name])
-                room.source.copy_(value.reshape(-1)[room.here])
+                _, piece = self._allocate(name, computed[name])
+                piece.source.copy_(value.reshape(-1)[piece.here])
         self.reader.close()
         for name in (*self._own, *self._origins):
             self._plant(name, planned.results[name])
@@ -217,7 +217,7 @@ class _Filling:
     def _device_of(self, name: str) -> torch.device:
         return torch.device(get_device(self._device_map, name, valid_torch_device=True))
 
-    def _room(self, name: str, stand_in: Tensor) -> Held:
+    def _allocate(self, name: str, stand_in: Tensor) -> NamedPiece:
         """Return 1-D memory for this rank's elements of a parameter or buffer, and which elements these are."""
         numel = stand_in.numel()
         low, high = slice_bounds(numel, self._wire.rank, self._wire.size) if self._is_parameter(name) else (0, numel)

@@ -26,8 +26,8 @@ from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights
 from ..checkpoint.safetensors import Stored
 from ..checkpoint.weights import (
     Conversion,
-    Drawing,
     Entry,
+    FilePlan,
     Located,
     WeightFile,
     locate_by_name,
@@ -84,7 +84,7 @@ class HubFormat:
         with replaced([*serving(model, state), (PreTrainedModel, "save_pretrained", save)]):
             type(model).save_pretrained(model, folder, state_dict=dict(state))
 
-    def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
         """See `WeightFormat`."""
         model = self._model
         ignored = model._keys_to_ignore_on_save or ()
@@ -95,7 +95,7 @@ class HubFormat:
         entries, values, computed = _entries(kept, conversions)
         storages = {key: tensor.untyped_storage() for key, tensor in kept.items()}
         files = write_index(model, entries, max_shard_size, folder, storages)
-        return Drawing(files, values, tuple(conversions.computed(computed)))
+        return FilePlan(files, values, tuple(conversions.computed(computed)))
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Finds what `from_pretrained` would find."""
@@ -149,7 +149,7 @@ class AdapterFormat:
         with replaced(without_weights(self._model, state)):
             type(self._model).save_pretrained(self._model, folder, state_dict={})
 
-    def draw(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Drawing:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
         """See `WeightFormat`. Adapters are never split over files."""
         conversions = _known(self._model, state)
         files, values, others = list[WeightFile](), dict[str, Tensor](), list[Conversion]()
@@ -162,7 +162,7 @@ class AdapterFormat:
             values |= these
             if computed:
                 others.append(self._computed(adapter, tuple(computed), state))
-        return Drawing(tuple(files), values, tuple(others))
+        return FilePlan(tuple(files), values, tuple(others))
 
     def _kept(self, adapter: str, state: Mapping[str, Any], embeddings: Any) -> dict[str, Any]:
         """Return what PEFT saves of `state` for one adapter, with the keys of the file."""
@@ -260,7 +260,7 @@ def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
 
     Args:
         model: the model.
-        state: see `WeightFormat.draw`; its dtypes are written to config.json.
+        state: see `WeightFormat.plan_files`; its dtypes are written to config.json.
     """
     dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
     out = [*serving(model, {}), *own_types(model, dtypes)]

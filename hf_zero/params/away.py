@@ -40,7 +40,7 @@ class Away:
                 self._leave(span)
             if any(span.stays for span in unit.spans):
                 unit.state = State.SHARDED
-                unit.hide_all()
+                unit.intercept_all_reads()
                 for span in unit.spans:
                     if span.stays:
                         span.drop()

@@ -23,7 +23,7 @@ from ..plan.report import Report
 from ..sequence.parallel import SequenceParallel
 from . import weighing
 from .away import Away
-from .unsharded import Hold, same_on_all_ranks
+from .unsharded import PinnedUnits, same_on_all_ranks
 
 _ELSEWHERE = {
     "backward": "write loss.backward()",
@@ -197,15 +197,15 @@ class Engine(core.Engine):
         self.follow_writes()  # inside, nothing is sent
         for event in self.events.before_unsharded:
             event()
-        hold = Hold(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
-        context.is_unsharded, self.hold = True, hold
+        pinned = PinnedUnits(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
+        context.is_unsharded, self.pinned = True, pinned
         try:
             yield
             self.follow_writes()
             same_on_all_ranks(context)
         finally:
-            context.is_unsharded, self.hold = False, None
-            hold.end(hold.written())
+            context.is_unsharded, self.pinned = False, None
+            pinned.end(pinned.written())
 
     def offload_states(self) -> None:
         """Move all that is stored on the device to host memory, until `reload_states`. Call it on every rank.

@@ -17,12 +17,12 @@ from ..engine.context import Context
 from ..engine.parameter import Place, place_of
 from ..engine.span import Span
 from ..engine.unit import Unit
-from ..engine.written import carry
+from ..engine.written import write_back
 from ..errors import ConfigError, StateError
 from ..tiers.fingerprint import fingerprint
 from .deferred import Deferred, deferred_of
 from .engine import Engine, engine_of
-from .unsharded import Hold
+from .unsharded import PinnedUnits
 
 
 class GatheredParameters:
@@ -155,7 +155,7 @@ class _Sharded:
         self._places: list[Place] = [place for param in params if (place := place_of(param)) is not None]
         self.is_free = context.is_unsharded
         self._kept: dict[Span, list[int]] = {}
-        self._hold: Hold | None = None
+        self._units: PinnedUnits | None = None
         self._apart: list[Unit] = []
 
     def gather(self) -> None:
@@ -166,7 +166,7 @@ class _Sharded:
         self._apart = [unit for unit in units if not unit.is_apart]
         for unit in self._apart:
             unit.is_apart = True
-        self._hold = Hold(self._context, units, "GatheredParameters", apart=True)
+        self._units = PinnedUnits(self._context, units, "GatheredParameters", apart=True)
 
     def full(self, number: int) -> Tensor:
         """The full values of one parameter, as user code may have written them."""
@@ -183,13 +183,13 @@ class _Sharded:
     def keep(self, number: int, values: Tensor) -> None:
         """Full values are the parameter's from now on. The same on every rank."""
         span, index = self._places[number].span, self._places[number].index
-        carry(span, index, values.view(-1))
+        write_back(span, index, values.view(-1))
         span.view(index).copy_(values)  # of a unit that an outer context has gathered
         self._kept.setdefault(span, []).append(index)
 
     def end(self) -> None:
-        if self._hold is not None:
-            self._hold.end(self._kept)
+        if self._units is not None:
+            self._units.end(self._kept)
         for unit in self._apart:
             unit.is_apart = False
             for event in self._context.events.writes_dropped:  # an outer context's unit: what was written here is known

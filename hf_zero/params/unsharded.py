@@ -20,8 +20,8 @@ from ..errors import OutOfMemoryError, RankMismatchError, StateError
 from ..tiers.fingerprint import digest
 
 
-class Hold:
-    """Keeps full parameters of units gathered, from creation to `end`. A collective. Units that are held already are left out.
+class PinnedUnits:
+    """Keeps full parameters of units gathered, from creation to `end`. A collective. Leaves out units that are pinned.
 
     Args:
         what: is done, for errors.

@@ -142,11 +142,11 @@ class Memory:
         return {
             "stored": {tier.value: dict(kinds) for tier, kinds in self.stored.items()},
             "peak": {tier.value: dict(kinds) for tier, kinds in self.peak.items()},
-            "stored_bytes": {tier.value: self.at_rest(tier) for tier in TIERS},
+            "stored_bytes": {tier.value: self.stored_bytes(tier) for tier in TIERS},
             "peak_bytes": {tier.value: self.at_peak(tier) for tier in TIERS},
         }
 
-    def at_rest(self, tier: Tier) -> int:
+    def stored_bytes(self, tier: Tier) -> int:
         return sum(self.stored[tier].values())
 
     def at_peak(self, tier: Tier) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_zero as zero
-from hf_zero.diagnostics.usage import at_rest
+from hf_zero.diagnostics.usage import stored_bytes
 from hf_zero.optimizers.kinds import Kind, kind_of
 from tests.kit.transports import Tier
 from tests.models import Mixed
@@ -165,7 +165,7 @@ def planned(rank: int, world: int, tier: str, stage: int) -> None:
         config = zero.ZeroConfig(stage=stage, offload_optimizer=tier)
         engine, _ = wide(rank, name, config, range(2))
         engine.finish_step()
-        plan, found = engine.plan.memory, at_rest(engine)
+        plan, found = engine.plan.memory, stored_bytes(engine)
         for where in Tier:
             single = 4 * 16 if where is Tier.HOST or where.value == "device" else 0
             expected = plan.stored[where]["optimizer"]

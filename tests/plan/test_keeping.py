@@ -37,7 +37,7 @@ def test_more_room_keeps_more_and_never_more_than_fits() -> None:
         assert len(found.kept) == len(order) or kept + sizes[len(found.kept)] > room
         assert found.traffic["gather"] == bare.traffic["gather"] - kept * (RANKS - 1) // RANKS
         assert found.traffic["reduce"] == bare.traffic["reduce"]
-        assert found.memory.at_rest(Tier.DEVICE) == bare.memory.at_rest(Tier.DEVICE)
+        assert found.memory.stored_bytes(Tier.DEVICE) == bare.memory.stored_bytes(Tier.DEVICE)
         assert 0 <= found.memory.at_peak(Tier.DEVICE) - bare.memory.at_peak(Tier.DEVICE) <= kept
     assert seen == sorted(seen)
     assert seen[0] == 0
