@@ -263,8 +263,8 @@ class Watcher:
 def _wait_for_gloo() -> None:
     """Return when gloo's threads run no more, or after `_GLOO_S`.
 
-    They let go of a collective's tensors after its end, which needs Python's lock. At exit that aborts the process, and torch
-    does not wait for them even in `destroy_process_group`.
+    They free a collective's tensors after its end, which needs Python's lock. At exit that aborts the process, and torch does
+    not wait for them even in `destroy_process_group`.
     """
     until = time.perf_counter() + _GLOO_S
     is_running = True

@@ -211,7 +211,7 @@ _PROCESS = {
     "device allocated peak": "allocated by torch on the device at peak",
     "rss peak": "resident at peak, Python and libraries included",
 }
-"""What the system and torch measure of the whole process."""
+"""Measured by the system and by torch, of the whole process."""
 
 
 def end(
