@@ -36,7 +36,7 @@ def structures(rank: int, world: int) -> None:
     attempt("dtype", lambda: Stack().to((torch.float32, torch.float64)[rank]))
     attempt("trainable", lambda: Stack().requires_grad_(rank == 0))
     attempt("tied", lambda: Stack(tied=rank == 0))
-    attempt("group", Stack, optimizer=lambda m: torch.optim.SGD(list(m.parameters())[rank:], lr=0.1))
+    attempt("optimizer none", Stack, optimizer=lambda m: torch.optim.SGD(list(m.parameters())[rank:], lr=0.1))
 
 
 def test_structure_mismatch_is_named(two: RankPool) -> None:
