@@ -227,6 +227,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> Plan:
     inputs = replace(
         context.plan.inputs,
         layout=context.layout,
+        machine=replace(context.plan.inputs.machine, shares_memory=context.device.type == "cpu"),
         optimizer_tensors=state_tensors(engine.optimizers),
         backward_per_step=max(1, backward_per_step),
         defers=engine.schedule.puts_off,

@@ -169,7 +169,7 @@ def _memory_free_now(
 ) -> Machine:
     """Return what the plan may count on: under `auto`, the least of what any rank has free now. A collective then."""
     if not config.is_auto:
-        return Machine(shares_memory=device.type == "cpu")
+        return Machine()
     held = sum(param.untyped_storage().nbytes() for param in params if param.device == device)
     free = here(device, ranks=wire.ranks_here(), offload_dir=config.offload_dir, held_bytes=held)
     everyone: list[Machine] = wire.exchange(free.with_speeds_of(machine))
