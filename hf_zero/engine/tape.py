@@ -211,8 +211,10 @@ class Tape:
         every = (1 << _MASK_BITS) - 1
         # The maximum of the masks and of their complements: equal on every rank exactly if the two are complements.
         first, others = [every & mask for mask in masks], [every & ~mask for mask in masks]
+        if has_further:  # no complements, so that all ranks exchange
+            first[0] = others[0] = every
         reads = bool([use for use in self.uses if use.is_lookup and use.reads])
-        answer = wire.start_maximum([*first, *others, has_further, reads, *marks])
+        answer = wire.start_maximum([*first, *others, reads, *marks])
 
         def units_in_order() -> list[Unit]:
             found = answer()
@@ -222,7 +224,7 @@ class Tape:
                 for use in self.uses:
                     use.reads = True
             agreed = masks
-            if found.pop() or [every & ~low for low in found[len(units) :]] != found[: len(units)]:
+            if [every & ~low for low in found[len(units) :]] != found[: len(units)]:
                 agreed = [0] * len(units)
                 for theirs in wire.exchange(masks):
                     agreed = [mine | other for mine, other in zip(agreed, theirs)]
