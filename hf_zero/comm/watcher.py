@@ -261,7 +261,7 @@ class Watcher:
 
 
 def _wait_for_gloo() -> None:
-    """Return when gloo's threads run no more, or after `_GLOO_S`.
+    """Wait until gloo's threads are idle, at most `_GLOO_S`.
 
     They free a collective's tensors after its end, which needs Python's lock. At exit that aborts the process, and torch does
     not wait for them even in `destroy_process_group`.
@@ -269,7 +269,7 @@ def _wait_for_gloo() -> None:
     until = time.perf_counter() + _GLOO_S
     is_running = True
     while is_running and time.perf_counter() < until:
-        time.sleep(0.001)  # without the lock
+        time.sleep(0.001)  # releases the lock
         is_running = False
         for file in Path("/proc/self/task").glob("*/stat"):
             with suppress(OSError):  # the thread has ended

@@ -25,7 +25,7 @@ from ..engine.engine import Engine
 from ..engine.graph import backward_id, tensors_in
 from ..engine.observer import Observer
 from ..engine.parameter import place_of
-from ..engine.schedule import Calls
+from ..engine.tape import Calls
 from ..engine.unit import Unit
 from ..errors import StateError
 

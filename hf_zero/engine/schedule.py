@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,12 +29,8 @@ from .bucket import have_local
 from .context import Context
 from .graph import GONE, backward_id, calls_of, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
 from .reduces import Reduces
-from .tape import HIGHEST, Tape, Token, Use, Walk
+from .tape import HIGHEST, Calls, Tape, Token, Use, Walk
 from .unit import State, Unit
-
-Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
-"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
-profiler's trace."""
 
 
 class Schedule:
@@ -105,11 +100,10 @@ class Schedule:
         if backward_id() >= 0:
             return
         self.recover()
-        if self._depth:  # the model calls itself, or Ctrl-C ended its last forward
-            self._depth = min(self._depth, calls_of([module]) - 1)
         self._depth += 1
-        if self._depth > 1:
+        if self._depth > 1 and calls_of([module]) > 1:  # else Ctrl-C ended the last forward
             return
+        self._depth = 1
         self.context.check()
         for event in self.events.before_forward:
             event(args, kwargs)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,11 @@ class Token:
 
     def __init__(self, use: Use) -> None:
         self.use = use
+
+
+Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
+"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
+profiler's trace."""
 
 
 class Walk:

@@ -33,7 +33,7 @@ _HARMLESS = {"position_ids", "labels", "shift_labels", "num_items_in_batch", "ca
 
 
 class _Name(str):
-    """Name of an implementation of ours. Copies of a configuration, which may outlive it, get the chosen one's."""
+    """Names the divided attention in a configuration. A copy, which may outlive the engine, gets the user's choice instead."""
 
     chosen: str
 

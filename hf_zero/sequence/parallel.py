@@ -142,7 +142,8 @@ class SequenceParallel(Observer):
         return local
 
     def check_labels(self, batch: Mapping[str, Any]) -> None:
-        """
+        """Refuse a batch from which the model computes no loss.
+
         Raises:
             ConfigError: without labels, user code computes a loss from the outputs, which are those of this rank's tokens.
         """
