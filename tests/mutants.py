@@ -317,6 +317,13 @@ MUTANTS = (
         "        if prints or OWN in prints or not",
         ("tests/regressions/test_init_ranks.py",),
     ),
+    Mutant(
+        "tensors in containers are not found",
+        "engine/graph.py",
+        "    while level and depth < _MAX_DEPTH:",
+        "    while level and depth < 1:",
+        ("tests/engine/test_released.py",),
+    ),
     # Steps
     Mutant(
         "a read does not wait for the offloaded step under way",
