@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import CheckpointError, ZeroError
 from .save import Saving
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 class Saves:
     """The saves of one engine that are written behind training."""
 
-    def __init__(self, wire: SoloWire) -> None:
+    def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._side: SoloWire | None = None
+        self._side: Wire | None = None
         self._slab: Tensor | None = None  # host memory of the copies, used again
         self._target = ""
         self._running: Future[None] | None = None
 
-    def side_wire(self) -> SoloWire:
+    def side_wire(self) -> Wire:
         """Return the wire for a thread that communicates while training continues. A collective the first time."""
         if self._side is None:
             self._side = self._wire.side()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
@@ -45,7 +45,7 @@ class Loading:
         CheckpointError: on every rank, with the file: missing, cut short, altered, or of another model.
     """
 
-    def __init__(self, wire: SoloWire, folder: str | os.PathLike[str], *, verify: bool = True) -> None:
+    def __init__(self, wire: Wire, folder: str | os.PathLike[str], *, verify: bool = True) -> None:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"

@@ -20,7 +20,7 @@ from safetensors.torch import save as serialized
 from torch import Tensor
 
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import CheckpointError
 from .files import Field, naming, read_json
 from .load import Loading
@@ -44,7 +44,7 @@ class Stateful(Protocol):
         ...
 
 
-def put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful]) -> None:
+def put_objects(saving: Saving, wire: Wire, objects: Mapping[str, Stateful]) -> None:
     """Write rank 0's states of `objects`, and the random states of all ranks. A collective."""
     tensors: dict[str, Tensor] = {}
     what = f"saving to {saving.target}"
@@ -67,7 +67,7 @@ def put_objects(saving: Saving, wire: SoloWire, objects: Mapping[str, Stateful])
 
 
 def take_objects(
-    loading: Loading, wire: SoloWire, objects: Mapping[str, Stateful], free_host_bytes: Callable[[], int]
+    loading: Loading, wire: Wire, objects: Mapping[str, Stateful], free_host_bytes: Callable[[], int]
 ) -> None:
     """Load the states of `objects`. Random states are restored where the number of ranks is the saved one. A collective.
 

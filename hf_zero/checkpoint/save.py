@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..core.layout import Extent
 from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, ZeroError
@@ -82,7 +82,7 @@ class Saving:
         CheckpointError: on every rank: another job is saving to `target`, or it cannot be written.
     """
 
-    def __init__(self, wire: SoloWire, target: str | os.PathLike[str], **facts: Any) -> None:
+    def __init__(self, wire: Wire, target: str | os.PathLike[str], **facts: Any) -> None:
         self._wire = wire
         self._facts = facts
         self._ranges: list[Range] = []
@@ -199,7 +199,7 @@ class Saving:
             self._segments.setdefault(path, []).append((start, len(part), digest_of(part)))
         return [(entry, header.tensors[entry.key]) for entry in file.entries]
 
-    def freeze(self, side: SoloWire, slab: Tensor | None = None) -> Tensor:
+    def freeze(self, side: Wire, slab: Tensor | None = None) -> Tensor:
         """Copy all values to host memory. `commit` then uses `side` and may run in another thread.
 
         Takes as much memory as this rank writes; rank 0 also holds all converted tensors until they are written.

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import CheckpointError
 from .folder import is_being_saved
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
@@ -51,7 +51,7 @@ class CheckpointSeries:
                 found.append((int(match[1]), path))
         return [path for _, path in sorted(found)]
 
-    def newest_whole(self, wire: SoloWire) -> Path | None:
+    def newest_whole(self, wire: Wire) -> Path | None:
         """Return the newest complete checkpoint that rank 0 sees; None if there are no checkpoints. A collective.
 
         The ranks check every byte together. A warning names the checkpoints that were skipped, and why.
@@ -78,7 +78,7 @@ class CheckpointSeries:
             "from a copy, or remove them to start from the beginning"
         )
 
-    def why_broken(self, wire: SoloWire, folder: Path) -> str | None:
+    def why_broken(self, wire: Wire, folder: Path) -> str | None:
         """Check every byte of a checkpoint, shared by the ranks. Returns what is wrong, or None. A collective."""
         with on_all_ranks(wire, f"checking {folder}") as report:
             try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import ZeroConfig
 from ..core.layout import ParamSpec
 from ..errors import CheckpointError, RankMismatchError, StallError, TierError, ZeroError
-from .wire import SoloWire, wire_device
+from .wire import Wire
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Report:
 
 
 @contextmanager
-def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[Report]:
+def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[Report]:
     """Run a block on every rank; if it fails on one rank, it fails on all. Ends with a collective.
 
     The block must not communicate: a rank that fails inside it would leave the others waiting.
@@ -77,7 +77,7 @@ def on_all_ranks(wire: SoloWire, what: str, *, kind: type[ZeroError] = Checkpoin
     report.everyone = [value for _, value in told]
 
 
-def read(wire: SoloWire, values: Callable[[], T], *, may_fail: bool) -> T:
+def read(wire: Wire, values: Callable[[], T], *, may_fail: bool) -> T:
     """Return this rank's values for a collective. If reading them fails on one rank, it fails on all.
 
     Args:
@@ -96,7 +96,7 @@ def read(wire: SoloWire, values: Callable[[], T], *, may_fail: bool) -> T:
 
 
 def same_structure(
-    wire: SoloWire,
+    wire: Wire,
     config: ZeroConfig,
     mixed_precision: str | None,
     specs: list[list[ParamSpec]],
@@ -164,7 +164,7 @@ def _first_difference(first: list[str], other: list[str], rank: int) -> str:
     )
 
 
-def same_values(wire: SoloWire, named: Iterable[tuple[str, Tensor]], fingerprint: Callable[[Tensor], Tensor]) -> None:
+def same_values(wire: Wire, named: Iterable[tuple[str, Tensor]], fingerprint: Callable[[Tensor], Tensor]) -> None:
     """Set every tensor to rank 0's values; warn with the first that differed.
 
     Args:
@@ -191,7 +191,7 @@ def same_values(wire: SoloWire, named: Iterable[tuple[str, Tensor]], fingerprint
         stacklevel=4,
     )
     for _, value in wrong:
-        sent = value.contiguous().to(wire_device(wire, value.device))
+        sent = value.contiguous().to(wire.device or value.device)
         wire.broadcast(sent)
         with torch.no_grad():
             value.copy_(sent)

@@ -32,7 +32,7 @@ from torch import Tensor
 from .inflight import Inflight
 from .local_memory import SLOTS, Board, BoardWriter, Peer, machine_id
 from .watch import Wait
-from .wire import Cuts, SoloWire, average_in_order
+from .wire import Cuts, Wire, average_in_order
 
 PIECE_BYTES = 1 << 20
 """Bytes of each peer's gradients that are read at a time: they are summed while they are in the cache."""
@@ -46,7 +46,7 @@ Addresses = Mapping[int, int]
 
 
 class Direct:
-    """The gathers and reduces of one wire, as `SoloWire` describes them. For one thread at a time.
+    """The gathers and reduces of one wire, as `Wire` describes them. For one thread at a time.
 
     Args:
         home: the wire.
@@ -55,7 +55,7 @@ class Direct:
         reader: takes the messages.
     """
 
-    def __init__(self, home: SoloWire, board: Board, peers: Sequence[Peer], reader: Reader) -> None:
+    def __init__(self, home: Wire, board: Board, peers: Sequence[Peer], reader: Reader) -> None:
         self.rank, self.size, self.watch, self.traffic = home.rank, home.size, home.watch, home.traffic
         self.board, self.peers, self.reader = board, peers, reader
         self._peer_of = {peer.rank: peer for peer in peers}
@@ -64,7 +64,7 @@ class Direct:
         self._channels: dict[int, Channel] = {}
 
     def gather(self, full: Tensor, own: Tensor, span: int, cuts: Cuts, kind: str) -> Inflight:
-        """Gather as `SoloWire.gather`. `own` already lies in `full`. Waits count as `kind`."""
+        """Gather as `Wire.gather`. `own` already lies in `full`. Waits count as `kind`."""
 
         def take(addresses: Addresses) -> None:
             base, width = full.data_ptr(), full.element_size()  # read here: released memory had no address before
@@ -75,7 +75,7 @@ class Direct:
         return self._exchange(2 * span, own, take, kind, span)
 
     def reduce(self, source: Tensor, out: Tensor, span: int, cuts: Cuts, kind: str) -> Inflight:
-        """Reduce as `SoloWire.reduce`."""
+        """Reduce as `Wire.reduce`."""
 
         def take(addresses: Addresses) -> None:
             begin, width = cuts[self.rank], source.element_size()
@@ -351,7 +351,7 @@ def _is_over(awaited: weakref.ref[Message], held: set[Channel]) -> bool:
     return False
 
 
-def open_direct(home: SoloWire, reader: Callable[[], Reader]) -> Direct | None:
+def open_direct(home: Wire, reader: Callable[[], Reader]) -> Direct | None:
     """Return a `Direct` if every rank can read every other rank's memory, else None. A collective."""
     board = Board(home.size)
     machine = machine_id()

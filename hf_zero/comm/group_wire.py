@@ -26,7 +26,7 @@ from .inflight import DONE, Inflight
 from .local_memory import SPANS
 from .process_group import check_ranks, default_group, home_device, interrupt, open_in_thread, reader_of, watcher_of
 from .watch import Wait, Watch
-from .wire import Cuts, SoloWire, average_in_order, land
+from .wire import Cuts, Wire, average_in_order, land
 
 PIECE_BYTES = 16 << 20
 """Size of the pieces in which a reduce receives its peers' slices: one is summed while the next arrives."""
@@ -36,7 +36,7 @@ _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # tags per engine, engines; gloo's tags 
 _GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
 
 
-class GroupWire(SoloWire):
+class GroupWire(Wire):
     """Base of the wires of several ranks: exchanges of small values, and coded gathers and reduces.
 
     Attributes:
@@ -46,7 +46,7 @@ class GroupWire(SoloWire):
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__()
         home = default_group()
-        self.device = device
+        self.device: torch.device = device
         self.group: dist.ProcessGroup = group or home
         self.rank, self.size = self.group.rank(), self.group.size()
         self.gather_kind, self.reduce_kind = "gather", "reduce"
@@ -193,7 +193,7 @@ class GroupWire(SoloWire):
             if arrived is not landing:
                 landing.copy_(arrived)
 
-    def side(self) -> SoloWire:
+    def side(self) -> Wire:
         with self.watch.doing("opening a process group"):
             self.barrier()
             group = self._open(partial(dist.new_group, backend="gloo"))
@@ -456,18 +456,18 @@ class CollectiveWire(GroupWire):
         return Inflight((work,), (), finish)
 
 
-def open_wire(device: torch.device, stall_s: float | None = None) -> SoloWire:
-    """Return the wire of the default process group for buffers on `device`; `SoloWire` for one rank.
+def open_wire(device: torch.device, stall_s: float | None = None) -> Wire:
+    """Return the wire of the default process group for buffers on `device`; a plain `Wire` for one rank.
 
     Args:
         device: of the buffers.
-        stall_s: see `SoloWire.start`; None: unchanged.
+        stall_s: see `Wire.start`; None: unchanged.
 
     Raises:
         ConfigError: a launcher started several processes, and this one has no process group.
     """
     if check_ranks() == 1:
-        return SoloWire()
+        return Wire()
     watcher_of(default_group(), stall_s)
     return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
 

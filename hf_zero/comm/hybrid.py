@@ -19,11 +19,11 @@ from ..errors import StateError
 from .codec import Codec, fits
 from .group_wire import GroupWire
 from .inflight import Count, Inflight
-from .wire import Cuts, SoloWire
+from .wire import Cuts, Wire
 
 
-def in_replicas(wire: SoloWire, replicas: int) -> SoloWire:
-    """Return the wire of an engine with `replicas` copies. Does not communicate; see `SoloWire.open_groups`.
+def in_replicas(wire: Wire, replicas: int) -> Wire:
+    """Return the wire of an engine with `replicas` copies. Does not communicate; see `Wire.open_groups`.
 
     Args:
         wire: of all ranks.
@@ -32,7 +32,7 @@ def in_replicas(wire: SoloWire, replicas: int) -> SoloWire:
     return wire if replicas == 1 else HybridWire(cast(GroupWire, wire), replicas)
 
 
-class HybridWire(SoloWire):
+class HybridWire(Wire):
     """A wire of all ranks whose gathers stay within a replica and whose reduces average across replicas.
 
     `traffic` counts messages within a replica as `gather` and `reduce`, and those between replicas as `across`.
@@ -54,7 +54,7 @@ class HybridWire(SoloWire):
         self.shards = self.size // replicas
         self.replica = self.rank // self.shards
         # A wire of one rank is right for replicas of one rank, and until `open_groups`.
-        self.shard_group: SoloWire = SoloWire()
+        self.shard_group: Wire = Wire()
         self.shard_group.rank, self.shard_group.size = self.rank % self.shards, self.shards
         self._replicate_group: GroupWire | None = None
         self.traffic.kinds.setdefault("across", Count())

@@ -33,10 +33,11 @@ class Traffic(Counters):
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
 
 
-class SoloWire:
-    """The wire of one rank, and the interface of all wires.
+class Wire:
+    """The interface of all wires, and the wire of one rank.
 
     Attributes:
+        device: of the tensors that it sends; None: any.
         ragged: `reduce` accepts a source without the padding at the span's end.
         ends_alone: a reduce ends without further messages of this rank, so ranks may wait for it at different places.
         codec: format of reduces, where it makes them shorter.
@@ -46,10 +47,11 @@ class SoloWire:
 
     rank = 0
     size = 1
+    device: torch.device | None = None
     ragged = True
     ends_alone = True
     codec: Codec | None = None
-    shard_group: SoloWire | None = None
+    shard_group: Wire | None = None
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -102,7 +104,7 @@ class SoloWire:
         if values is not None:
             landing.copy_(values)
 
-    def side(self) -> SoloWire:
+    def side(self) -> Wire:
         """Return a separate CPU wire over the same ranks, for another thread. A collective."""
         return self
 
@@ -166,9 +168,3 @@ def average_in_order(parts: list[Tensor], out: Tensor) -> None:
     for part in rest:
         out.add_(part)
     out.mul_(1.0 / len(parts))
-
-
-def wire_device(wire: SoloWire, default: torch.device) -> torch.device:
-    """Return the device on which a wire sends tensors."""
-    device = getattr(wire, "device", None)
-    return device if isinstance(device, torch.device) else default

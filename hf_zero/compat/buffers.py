@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.wire import wire_device
 from ..core.precision import dtype_name
 from ..engine.engine import Engine
 from ..engine.observer import Observer
@@ -260,7 +259,7 @@ class Buffers(Observer):
     def _message(self) -> Tensor:
         """Return rank 0's live buffers as bytes, and behind them flags: the buffer has the agreed sign. A collective."""
         *starts, end = self._starts()
-        device = wire_device(self._wire, self._context.device)
+        device = self._wire.device or self._context.device
         message = torch.zeros(end + len(starts), dtype=torch.uint8, device=device)
         if self._wire.rank == 0:
             flags = []

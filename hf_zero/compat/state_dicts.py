@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.wire import wire_device
 from ..core.entry import entry, with_own_storage
 from ..core.instance import Patches
 from ..core.precision import dtype_of
@@ -173,7 +172,7 @@ class StateDicts(Observer):
 
     def _spread(self, value: Tensor, landing: Tensor) -> Tensor:
         """Return rank 0's value. A collective."""
-        sent = landing.detach().to(wire_device(self._wire, landing.device), copy=True)
+        sent = landing.detach().to(self._wire.device or landing.device, copy=True)
         if self._wire.rank == 0:
             sent.copy_(value.reshape(sent.shape))
         self._wire.broadcast(sent)

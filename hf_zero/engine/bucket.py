@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..comm.inflight import DONE, Inflight
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..core.precision import Precision
 from ..errors import ZeroError
 from ..tiers.array import OnDisk, Values
@@ -127,7 +127,7 @@ class Bucket:
         views: list[Tensor] = torch._C._nn.unflatten_dense_tensors(buffer, self.span.views)
         return views
 
-    def take_source(self, wire: SoloWire) -> Tensor:
+    def take_source(self, wire: Wire) -> Tensor:
         """The local gradients as one 1-D buffer in the reduce dtype. The parameters have none afterwards."""
         span = self.span
         # Of one parameter no rank sends the padding: a rank whose buffer had none would be read past its end.

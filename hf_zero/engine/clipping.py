@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agree import read
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import LayoutError
 from .context import Context
 from .parameter import place_of
@@ -86,7 +86,7 @@ def clip_norm(parts: Parts, context: Context, max_norm: float, order: float) -> 
     return norm
 
 
-def over_ranks(powers: Tensor, order: float, wire: SoloWire, *, is_shared: bool) -> Tensor:
+def over_ranks(powers: Tensor, order: float, wire: Wire, *, is_shared: bool) -> Tensor:
     """Norms, in float64, from each rank's sums of powers (`power_sum`), any shape. One collective.
 
     Args:

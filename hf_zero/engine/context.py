@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
 from ..core.precision import Precision
@@ -52,7 +52,7 @@ class Context:
     config: ZeroConfig
     policy: StagePolicy
     precision: Precision
-    wire: SoloWire
+    wire: Wire
     storage: Storage
     device: torch.device
     names: dict[nn.Parameter, list[str]]

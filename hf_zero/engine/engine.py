@@ -15,7 +15,7 @@ from ..checkpoint.behind import Saves
 from ..checkpoint.objects import Stateful
 from ..checkpoint.save import Saving
 from ..comm.agree import read
-from ..comm.wire import SoloWire, Traffic
+from ..comm.wire import Traffic, Wire
 from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..errors import StateError, ZeroError
@@ -87,7 +87,7 @@ class Engine:
         return self.context.precision
 
     @property
-    def wire(self) -> SoloWire:
+    def wire(self) -> Wire:
         """Return the transport between ranks."""
         return self._wire
 

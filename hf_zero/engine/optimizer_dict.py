@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.manifest import digest_of
 from ..comm.agree import on_all_ranks, read
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import CheckpointError, RankMismatchError
 from .optimizer import Binding
 from .optimizer_state import Entries, elementwise_of, put_states, spread, whole_states
@@ -23,7 +23,7 @@ from .optimizer_state import Entries, elementwise_of, put_states, spread, whole_
 Saved = dict[nn.Parameter, Mapping[str, Any] | None]
 
 
-def state_dict(binding: Binding, wire: SoloWire) -> dict[str, Any]:
+def state_dict(binding: Binding, wire: Wire) -> dict[str, Any]:
     """Return the state as the plain optimizer over whole parameters would, and run its hooks. A collective."""
     optimizer = binding.optimizer
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
@@ -52,7 +52,7 @@ def numbered_groups(binding: Binding) -> list[dict[str, Any]]:
     return groups
 
 
-def load_state_dict(binding: Binding, wire: SoloWire, given: Mapping[str, Any]) -> None:
+def load_state_dict(binding: Binding, wire: Wire, given: Mapping[str, Any]) -> None:
     """Take this rank's part of a full state, and run the optimizer's hooks. A collective.
 
     As in torch, floating-point states take the dtype of what the optimizer updates, and older forms of the state are accepted.
@@ -116,7 +116,7 @@ def _check_shapes(binding: Binding, saved: Saved, elementwise: Container[str]) -
                     )
 
 
-def _must_spread(wire: SoloWire, saved: Saved) -> bool:
+def _must_spread(wire: Wire, saved: Saved) -> bool:
     """Return whether rank 0 alone has the values. A collective."""
     what = "load_state_dict of the optimizer"
     entries = [(i, name, value) for i, each in enumerate(saved.values()) for name, value in (each or {}).items()]
@@ -139,7 +139,7 @@ def _must_spread(wire: SoloWire, saved: Saved) -> bool:
     return bool(empty)
 
 
-def _received(wire: SoloWire, entries: Mapping[str, Any]) -> Entries:
+def _received(wire: Wire, entries: Mapping[str, Any]) -> Entries:
     """One parameter's state, with rank 0's values everywhere. A collective."""
     out = dict(entries)
     for name in sorted(entries):

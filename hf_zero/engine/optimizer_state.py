@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.ranges import ParameterState
 from ..comm.agree import read
-from ..comm.wire import SoloWire, wire_device
+from ..comm.wire import Wire
 from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, ZeroError
 from ..optimizers.facts import states_of
@@ -67,7 +67,7 @@ def arrays_of(binding: Binding, segment: Segment, entries: Mapping[str, Any]) ->
 # Over all ranks -------------------------------------------------------------------------------------------------------
 
 
-def describe(binding: Binding, wire: SoloWire) -> dict[str, ParameterState]:
+def describe(binding: Binding, wire: Wire) -> dict[str, ParameterState]:
     """Return the optimizer's state under the parameters' names, the same on every rank. A collective.
 
     Raises:
@@ -124,7 +124,7 @@ def _described(binding: Binding, segment: Segment) -> Described:
     return segment.span.layout.index, segment.members, about, single
 
 
-def whole_states(binding: Binding, wire: SoloWire, *, everywhere: bool) -> dict[nn.Parameter, Entries]:
+def whole_states(binding: Binding, wire: Wire, *, everywhere: bool) -> dict[nn.Parameter, Entries]:
     """By parameter, the state that a plain optimizer would have, on CPU. A collective.
 
     Args:
@@ -147,7 +147,7 @@ def whole_states(binding: Binding, wire: SoloWire, *, everywhere: bool) -> dict[
 
 
 def _whole_slices(
-    binding: Binding, span: Span, wire: SoloWire, having: Mapping[int, ParameterState], everywhere: bool
+    binding: Binding, span: Span, wire: Wire, having: Mapping[int, ParameterState], everywhere: bool
 ) -> dict[int, Entries]:
     out: dict[int, Entries] = {index: {} for index in having}
     names = sorted({(name, array[0]) for one in having.values() for name, array in one.arrays.items()})
@@ -171,7 +171,7 @@ def _own_slice(binding: Binding, span: Span, name: str, dtype: torch.dtype) -> T
     return out
 
 
-def _joined(span: Span, wire: SoloWire, own: Tensor, everywhere: bool) -> Tensor:
+def _joined(span: Span, wire: Wire, own: Tensor, everywhere: bool) -> Tensor:
     """All ranks' slices on CPU; on the meta device where this rank does not get them. A collective."""
     layout = span.layout
     if layout.shards == 1:
@@ -187,7 +187,7 @@ def _joined(span: Span, wire: SoloWire, own: Tensor, everywhere: bool) -> Tensor
 
 
 def _whole_matrices(
-    binding: Binding, span: Span, wire: SoloWire, having: Mapping[int, ParameterState], everywhere: bool
+    binding: Binding, span: Span, wire: Wire, having: Mapping[int, ParameterState], everywhere: bool
 ) -> dict[int, Entries]:
     """Arrays of any shape come from the one rank that owns the parameter."""
     segments = {segment.members[0]: segment for segment in segments_of(binding, span)}
@@ -212,9 +212,9 @@ def _whole_matrices(
     return out
 
 
-def spread(wire: SoloWire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
+def spread(wire: Wire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
     """A tensor of rank `source`, which passes it as `own`, on the CPU of every rank. A collective."""
-    landing = torch.empty(tuple(shape), dtype=dtype, device=wire_device(wire, torch.device("cpu")))
+    landing = torch.empty(tuple(shape), dtype=dtype, device=wire.device or torch.device("cpu"))
     if own is not None:
         landing.copy_(own)
     if landing.numel():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoint.ranges import MASTER, NamedPiece, ParameterState
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
@@ -78,7 +78,7 @@ class OptimizerPieces:
         groups: the options of its groups, and under `params` the parameters' names.
     """
 
-    def __init__(self, binding: Binding, wire: SoloWire, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, binding: Binding, wire: Wire, groups: Sequence[Mapping[str, Any]]) -> None:
         self.groups = groups
         self._binding, self._optimizer = binding, binding.optimizer
         self._refused: CheckpointError | None = None

@@ -12,7 +12,7 @@ from ..comm import agree
 from ..comm.codec import CODECS
 from ..comm.group_wire import open_wire
 from ..comm.hybrid import in_replicas
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..core.units import LIMITS, Limits
@@ -46,7 +46,7 @@ def shard(
     mixed_precision: str | None = "no",
     device: torch.device | None = None,
     machine: Machine | None = None,
-    open_wire: Callable[[torch.device], SoloWire] = open_wire,
+    open_wire: Callable[[torch.device], Wire] = open_wire,
     open_storage: Callable[[torch.device, int, str | None], Storage] = Storage,
     limits: Limits = LIMITS,
     kind: type[Made] = Engine,  # type: ignore[assignment]
@@ -165,7 +165,7 @@ def _check_free(model: nn.Module) -> None:
 
 
 def _memory_free_now(
-    wire: SoloWire, device: torch.device, config: ZeroConfig, machine: Machine, params: Iterable[nn.Parameter]
+    wire: Wire, device: torch.device, config: ZeroConfig, machine: Machine, params: Iterable[nn.Parameter]
 ) -> Machine:
     """Return what the plan may count on: under `auto`, the least of what any rank has free now. A collective then."""
     if not config.is_auto:
@@ -176,7 +176,7 @@ def _memory_free_now(
     return Machine.least(everyone)
 
 
-def _in_files(drafter: Drafter, wire: SoloWire) -> frozenset[str]:
+def _in_files(drafter: Drafter, wire: Wire) -> frozenset[str]:
     """Parameters whose values are in files on every rank. A collective where some were created without values."""
     sources = {names[0]: each for param, names in drafter.names.items() if (each := source_of(param)) is not None}
     mine = frozenset(name for name, source in sources.items() if source.files is not None)

@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..comm.wire import SoloWire
+    from ..comm.wire import Wire
     from .unit import Unit
 
 _MASK_BITS = 30
@@ -164,7 +164,7 @@ class Tape:
     # Agreement --------------------------------------------------------------------------------------------------------
 
     def start_agreement(
-        self, wire: SoloWire, units: Sequence[Unit], *, each_use: bool, mark: int, refuse: Callable[[], None]
+        self, wire: Wire, units: Sequence[Unit], *, each_use: bool, mark: int, refuse: Callable[[], None]
     ) -> Callable[[], list[Unit]]:
         """Start to agree on what this backward may reach; a collective. What is returned waits for it.
 
@@ -181,7 +181,7 @@ class Tape:
         return begin(wire, units, [mark, HIGHEST - mark], refuse)
 
     def _agree_on_units(
-        self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
+        self, wire: Wire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
     ) -> Callable[[], list[Unit]]:
         first = [0] * len(units)
         self.list_reachable()
@@ -201,7 +201,7 @@ class Tape:
         return units_in_order
 
     def _agree_on_uses(
-        self, wire: SoloWire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
+        self, wire: Wire, units: Sequence[Unit], marks: Sequence[int], refuse: Callable[[], None]
     ) -> Callable[[], list[Unit]]:
         masks, seen = [0] * len(units), [0] * len(units)
         numbers: list[tuple[Use, int]] = []

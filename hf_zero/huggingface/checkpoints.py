@@ -19,7 +19,7 @@ from ..checkpoint.load import Loading
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
 from ..checkpoint.weights import format_of
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..engine.pieces import ParameterPieces
 from ..errors import CheckpointError
 from ..params.engine import Engine
@@ -73,7 +73,7 @@ def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None
                 stock()
 
 
-def hand_in(saving: Saving, wire: SoloWire) -> None:
+def hand_in(saving: Saving, wire: Wire) -> None:
     """Send small files that ranks on other nodes wrote to their own disks to rank 0's folder. A collective."""
     with on_all_ranks(wire, f"saving to {saving.target}") as report:
         if saving.is_blind:
@@ -118,7 +118,7 @@ def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folde
         engine.refresh()
 
 
-def is_ours_everywhere(wire: SoloWire, folder: str | os.PathLike[str]) -> bool:
+def is_ours_everywhere(wire: Wire, folder: str | os.PathLike[str]) -> bool:
     """Return `is_ours` of every rank. A collective.
 
     Raises:

@@ -23,7 +23,7 @@ from ..checkpoint.manifest import MANIFEST, Manifest
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import ConfigError
 from .stock import TrainerBase, replaced, show
 
@@ -125,9 +125,7 @@ class KeepsBatches(TrainerBase):
     """Rows of a step on the earlier number of ranks, while they are kept."""
 
     @contextmanager
-    def _zero_keeping_batches(
-        self, wire: SoloWire, resumed: str | os.PathLike[str] | None, keep: bool
-    ) -> Iterator[None]:
+    def _zero_keeping_batches(self, wire: Wire, resumed: str | os.PathLike[str] | None, keep: bool) -> Iterator[None]:
         """Use the rows per step of the user's arguments inside or, with `keep`, those of the checkpoint `resumed`.
 
         A collective.

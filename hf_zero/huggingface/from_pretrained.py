@@ -22,7 +22,7 @@ from transformers.integrations.accelerate import get_device
 from ..checkpoint.ranges import NamedPiece, Reader, ranges_of
 from ..checkpoint.safetensors import Stored, read_header, sampled
 from ..comm.agree import on_all_ranks
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError, RankMismatchError
@@ -86,7 +86,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
     )
 
 
-def _check_drawn(wire: SoloWire, model: Any, missing: Mapping[str, nn.Parameter]) -> None:
+def _check_drawn(wire: Wire, model: Any, missing: Mapping[str, nn.Parameter]) -> None:
     """Raise if a missing parameter is still NaN after the model's own code initialized it."""
     mine = []
     for param in missing.values():
@@ -156,7 +156,7 @@ class _Filling:
 
     def __init__(
         self,
-        wire: SoloWire,
+        wire: Wire,
         model: Any,
         stored: Mapping[str, Stored],
         device_map: Any,
@@ -246,7 +246,7 @@ class _Filling:
         setattr(module, last, value)
 
 
-def _tie(wire: SoloWire, model: Any, planned: PlannedLoad, what: str) -> None:
+def _tie(wire: Wire, model: Any, planned: PlannedLoad, what: str) -> None:
     """Tie parameters that the files have under both names if they are equal, as the stock loader does.
 
     The stock loader would compare full values. If all slices are equal, report one name as missing to it; else it compares,

@@ -42,7 +42,7 @@ from ..checkpoint.weights import format_of
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..compat.evaluation import cast
 from ..engine.saving import put_weights
 from ..errors import CheckpointError, ConfigError
@@ -160,7 +160,7 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
                 check_kind(self)  # here, not after hours of training
         return self._zero_train(wire, resume_from_checkpoint, *args, **kwargs)
 
-    def _zero_train(self, wire: SoloWire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
+    def _zero_train(self, wire: Wire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         elastic = resume_from_checkpoint == LATEST
         if resume_from_checkpoint is True or elastic:
             newest = self._zero_series.newest_whole(wire)

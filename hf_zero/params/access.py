@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agree import read
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..engine.engine import engine_of
 from ..engine.parameter import Place, place_of
 from ..errors import RankMismatchError, StateError
@@ -47,7 +47,7 @@ class _Parameter:
         self.span, self.number = place.span, place.index
         self.slot = self.span.layout.slots[self.number]
         self.part = self.span.part_of(self.number)  # this rank's elements; "here" is the span's slice
-        self.wire: SoloWire = engine.context.wire
+        self.wire: Wire = engine.context.wire
         self.dtype: torch.dtype = self.span.master_dtype
 
     @torch.no_grad()
@@ -255,7 +255,7 @@ def _fit(numel: int, value: Tensor, what: str) -> None:
         raise StateError(f"{what}: this rank owns {numel} elements, found a value of shape {tuple(value.shape)}")
 
 
-def _same_everywhere(param: nn.Parameter, value: Tensor, wire: SoloWire, what: str) -> None:
+def _same_everywhere(param: nn.Parameter, value: Tensor, wire: Wire, what: str) -> None:
     answers = wire.exchange((tuple(value.shape), fingerprint(value.detach()).tolist()))
     if any(shape != tuple(param.shape) for shape, _ in answers):
         raise StateError(f"{what}: expected shape {tuple(param.shape)} on every rank, found {[s for s, _ in answers]}")

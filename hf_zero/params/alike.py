@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import RankMismatchError
 from .deferred import OWN, deferred_of
 
@@ -21,7 +21,7 @@ class Seen(NamedTuple):
     is_used: bool
 
 
-def check_equal(wire: SoloWire, what: str, mine: Sequence[Seen | None], *, unused: bool = False) -> None:
+def check_equal(wire: Wire, what: str, mine: Sequence[Seen | None], *, unused: bool = False) -> None:
     """Compare the values with which the ranks closed parameters. A collective.
 
     Args:
@@ -70,7 +70,7 @@ def check_ready(model: nn.Module) -> None:
         RankMismatchError: on every rank: they have other values.
     """
     mine: list[Seen] = []
-    wire: SoloWire | None = None
+    wire: Wire | None = None
     for name, param in model.named_parameters():
         deferred = deferred_of(param)
         if deferred is not None and deferred.wire.size > 1:

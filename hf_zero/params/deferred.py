@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agree import read
-from ..comm.wire import SoloWire, wire_device
+from ..comm.wire import Wire
 from ..engine.parameter import set_source, source_of
 from ..errors import StateError, TierError
 from ..tiers.array import DiskArray, OnDisk, Values, fetch
@@ -61,7 +61,7 @@ class Deferred:
 
     def __init__(
         self,
-        wire: SoloWire,
+        wire: Wire,
         own: Values | None = None,
         *,
         device: torch.device | None = None,
@@ -127,7 +127,7 @@ class Deferred:
                 return room[:numel].view(tuple(shape))
             if own.numel() < per_rank:
                 own = torch.cat([own, own.new_zeros(per_rank - own.numel())])
-            where, padded = wire_device(wire, self.device), room[: per_rank * wire.size]
+            where, padded = wire.device or self.device, room[: per_rank * wire.size]
             whole = padded if padded.device == where else torch.empty_like(padded, device=where)
             # As bytes: not every backend moves every type.
             wire.gather(whole.view(torch.uint8), own.to(where).view(torch.uint8), _TAG).close()

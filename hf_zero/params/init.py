@@ -31,7 +31,7 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.watch import STALL_S
-from ..comm.wire import SoloWire, wire_device
+from ..comm.wire import Wire
 from ..config import OFFLOADS, check_choice
 from ..core.late import Late
 from ..engine.parameter import place_of, set_source
@@ -117,7 +117,7 @@ class Init:
         self._stores, self._folder = offload_params == "disk", offload_dir
         self._store: Disk | None = None
         self.enabled, self._stall_s = enabled, stall_s
-        self.wire: SoloWire = SoloWire()
+        self.wire: Wire = Wire()
         self.peak_numel = self.bytes_read = 0
         self._depth = self._thread = 0
         self._stack = ExitStack()
@@ -183,7 +183,7 @@ class Init:
         self._aliased.clear()
         self._seen = weakref.WeakKeyDictionary()
         if self._own_random is not None:
-            _set_random_states(self._own_random, wire_device(self.wire, torch.device("cpu")))
+            _set_random_states(self._own_random, self.wire.device or torch.device("cpu"))
             self._own_random = None
 
     def align_random_states(self) -> None:
@@ -349,11 +349,11 @@ def _numel(params: Iterable[Tensor]) -> int:
     return sum(param.numel() for param in params)
 
 
-def _align_random_states(wire: SoloWire) -> list[Tensor] | None:
+def _align_random_states(wire: Wire) -> list[Tensor] | None:
     """Every rank draws rank 0's numbers from here on. Returns this rank's own states where they were others."""
     if wire.size == 1:
         return None
-    device = wire_device(wire, torch.device("cpu"))
+    device = wire.device or torch.device("cpu")
     cuda = device.type == "cuda" and torch.cuda.is_initialized()
     with torch._C.DisableTorchFunction():
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..comm.process_group import home_device
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import ConfigError
 
 
-def over_ranks(wire: SoloWire, weight: float | Tensor, problem: str | None = None) -> float:
+def over_ranks(wire: Wire, weight: float | Tensor, problem: str | None = None) -> float:
     """Return the sum of all ranks' weights; one scalar all-reduce. A collective.
 
     Args:

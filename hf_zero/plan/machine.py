@@ -20,7 +20,7 @@ import torch
 
 from ..checkpoint.files import read_json, replace_file
 from ..comm.inflight import Inflight
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 from ..errors import CheckpointError, ConfigError
 from ..tiers.disk import Disk
 from ..tiers.host import Link
@@ -199,7 +199,7 @@ def group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/p
 
 
 def probe(
-    device: torch.device, wire: SoloWire, *, ranks: int = 1, offload_dir: str | None = None, nbytes: int = _TURN_BYTES
+    device: torch.device, wire: Wire, *, ranks: int = 1, offload_dir: str | None = None, nbytes: int = _TURN_BYTES
 ) -> Machine:
     """Measure this machine on all ranks at the same time, in some seconds. On several ranks a collective.
 
@@ -241,7 +241,7 @@ def host_name() -> str:
     return platform.node() or "unknown"
 
 
-def _turns(device: torch.device, action: Callable[[], object], turns: int, wire: SoloWire | None = None) -> list[float]:
+def _turns(device: torch.device, action: Callable[[], object], turns: int, wire: Wire | None = None) -> list[float]:
     """Return the seconds of turns, which all ranks of `wire` begin together, after one warm-up."""
     taken = []
     for _ in range(turns + 1):
@@ -288,7 +288,7 @@ def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
     return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device))
 
 
-def _disk_bandwidth(offload_dir: str | None, wire: SoloWire, nbytes: int) -> tuple[float, float]:
+def _disk_bandwidth(offload_dir: str | None, wire: Wire, nbytes: int) -> tuple[float, float]:
     """Return bytes per second of reads and writes, in pieces that move at the same time, as in the disk tier."""
     disk, cpu = Disk(offload_dir, wire.rank, Meter()), torch.device("cpu")
     try:
@@ -308,7 +308,7 @@ _TURNS, _SMALL_TURNS = 7, 21
 _SMALL_BYTES, _LARGE_BYTES, _ALL_REDUCE_BYTES = 1 << 10, 64 << 20, 32 << 20
 
 
-def measure(device: torch.device, wire: SoloWire, largest: int = _LARGE_BYTES) -> dict[str, float]:
+def measure(device: torch.device, wire: Wire, largest: int = _LARGE_BYTES) -> dict[str, float]:
     """Time a small and a large gather, as the engine issues them, and an all-reduce; medians, in some seconds.
 
     A collective with the same result on every rank. Empty on one rank.

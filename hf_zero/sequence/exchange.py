@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comm.group_wire import GroupWire
 from ..comm.inflight import Count
-from ..comm.wire import SoloWire
+from ..comm.wire import Wire
 
 TAG = 1 << 16
 """Message tag of every exchange: above the tags of spans, so that no gather or reduce can meet one."""
@@ -24,9 +24,9 @@ class SequenceGroup:
         wire: the wire of all ranks.
     """
 
-    def __init__(self, wire: SoloWire, size: int) -> None:
+    def __init__(self, wire: Wire, size: int) -> None:
         self.size, self.index = size, wire.rank % size
-        self.wire: SoloWire = SoloWire()
+        self.wire: Wire = Wire()
         if size > 1:
             world = cast(GroupWire, getattr(wire, "world", wire))
             ranks = range(world.size)

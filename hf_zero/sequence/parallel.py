@@ -136,7 +136,7 @@ class SequenceParallel(Observer):
             part.total = num_items_in_batch
         elif part.count is not None:
             # Clamped: a batch without labels on any rank has the loss 0, not NaN.
-            part.total = wire.sum_scalar(part.count.to(getattr(wire, "device", part.count.device))).clamp(min=1)
+            part.total = wire.sum_scalar(part.count.to(wire.device or part.count.device)).clamp(min=1)
         if part.total is not None:
             local["num_items_in_batch"] = part.total
         return local

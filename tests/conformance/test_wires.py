@@ -8,7 +8,7 @@ import torch
 from hf_zero.comm.hybrid import in_replicas
 from tests.conformance.wire import check_wire
 from tests.kit.pool import RankPool
-from tests.kit.transports import CollectiveWire, PairWire, Sockets, SoloWire, open_wire
+from tests.kit.transports import CollectiveWire, PairWire, Sockets, Wire, open_wire
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
@@ -58,4 +58,4 @@ def test_parts_of_the_world(kind: str, pools: dict[int, RankPool]) -> None:
 
 
 def test_one_rank() -> None:
-    check_wire(SoloWire())
+    check_wire(Wire())

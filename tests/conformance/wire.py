@@ -17,7 +17,7 @@ from torch import Tensor
 import hf_zero as zero
 from hf_zero.comm.agree import on_all_ranks
 from hf_zero.comm.codec import CODECS
-from hf_zero.comm.wire import SoloWire, average_in_order
+from hf_zero.comm.wire import Wire, average_in_order
 
 SIZES = (0, 1, 3, 64, 4096, (1 << 18) + 3)
 """Elements of a slice; the last are more than is moved at a time."""
@@ -34,7 +34,7 @@ def values(rank: int, numel: int, dtype: torch.dtype = torch.float32, seed: int 
 class Slices:
     """Whose slices a wire gathers and reduces: those of a replica where it knows of replicas, else all ranks'."""
 
-    def __init__(self, wire: SoloWire) -> None:
+    def __init__(self, wire: Wire) -> None:
         group = wire.shard_group or wire
         self.rank, self.size = group.rank, group.size
         first = wire.rank - wire.rank % self.size if wire.shard_group is not None else 0
@@ -77,7 +77,7 @@ def close_to(found: Tensor, wanted: Tensor, exact: bool, what: str, sent_as: tor
 # The checks -----------------------------------------------------------------------------------------------------------
 
 
-def gathers(wire: SoloWire, exact: bool) -> None:
+def gathers(wire: Wire, exact: bool) -> None:
     slices = Slices(wire)
     cases: list[tuple[list[int], bool]] = [([n * at for at in range(slices.size + 1)], True) for n in SIZES]
     cases += [(cuts, False) for cuts in slices.cuts()] if wire.size > 1 else []
@@ -97,7 +97,7 @@ def gathers(wire: SoloWire, exact: bool) -> None:
                 move.close()
 
 
-def reduces(wire: SoloWire, exact: bool) -> None:
+def reduces(wire: Wire, exact: bool) -> None:
     slices = Slices(wire)
     cases: list[tuple[list[int], bool]] = [([n * at for at in range(slices.size + 1)], True) for n in SIZES]
     cases += [(cuts, False) for cuts in slices.cuts()] if wire.size > 1 else []
@@ -113,7 +113,7 @@ def reduces(wire: SoloWire, exact: bool) -> None:
                 close_to(out, wanted[low:high], exact, f"reduce of {cuts} x {dtype}, {missing} elements missing", dtype)
 
 
-def averages(wire: SoloWire, exact: bool) -> None:
+def averages(wire: Wire, exact: bool) -> None:
     for numel in (1, 5, 4097):
         out = torch.empty(numel)
         wire.average(values(wire.rank, numel), out, 2).close()
@@ -121,7 +121,7 @@ def averages(wire: SoloWire, exact: bool) -> None:
         assert len({tuple(each) for each in wire.exchange(out.tolist())}) == 1, "ranks have other bits"
 
 
-def several_in_flight(wire: SoloWire, exact: bool) -> None:
+def several_in_flight(wire: Wire, exact: bool) -> None:
     """Of many spans and of one span, with ranks late by turns, closed in other orders; closed buffers are written at once."""
     slices = Slices(wire)
     for turn in range(4):
@@ -152,7 +152,7 @@ def several_in_flight(wire: SoloWire, exact: bool) -> None:
             close_to(out, whole[100 * slices.rank :][:100], exact, f"reduce {number}")
 
 
-def narrower_formats(wire: SoloWire, exact: bool) -> None:
+def narrower_formats(wire: Wire, exact: bool) -> None:
     """Gathers and reduces in a codec's format: within its rounding, the same bits on every rank, NaN where NaN was."""
     slices = Slices(wire)
     numel = 5 * 128 + 37
@@ -181,7 +181,7 @@ def narrower_formats(wire: SoloWire, exact: bool) -> None:
         assert gap <= max(step, 400 / 16), f"{name}: off by {gap}"
 
 
-def scalars(wire: SoloWire, exact: bool) -> None:
+def scalars(wire: Wire, exact: bool) -> None:
     for dtype in (torch.float32, torch.float64, torch.int64):
         for shape in SHAPES:
             count = torch.Size(shape).numel()
@@ -201,7 +201,7 @@ def scalars(wire: SoloWire, exact: bool) -> None:
         assert wire.start_maximum(numbers[wire.rank], at_end=True)() == [max(column) for column in zip(*numbers)]
 
 
-def small_exchanges(wire: SoloWire, exact: bool) -> None:
+def small_exchanges(wire: Wire, exact: bool) -> None:
     for source in range(wire.size):
         for numel in (0, 1, 5000):
             tensor = values(wire.rank, numel)
@@ -226,7 +226,7 @@ def small_exchanges(wire: SoloWire, exact: bool) -> None:
     assert wire.ranks_here() == wire.size
 
 
-def beside(wire: SoloWire, exact: bool) -> None:
+def beside(wire: Wire, exact: bool) -> None:
     """A wire for another thread, used at the same time."""
     other, found, late = wire.side(), list[Any](), threading.Event()
 
@@ -245,7 +245,7 @@ def beside(wire: SoloWire, exact: bool) -> None:
     assert found == [[(turn, rank) for rank in range(wire.size)] for turn in range(5)]
 
 
-def gathers_once(wire: SoloWire, seed: int) -> None:
+def gathers_once(wire: Wire, seed: int) -> None:
     slices = Slices(wire)
     full, own = torch.zeros(10 * slices.size), values(wire.rank, 10, seed=seed)
     if slices.size > 1:
@@ -263,12 +263,12 @@ FAILURES: Sequence[BaseException] = (
 )
 
 
-def raise_on(rank: int, wire: SoloWire, failure: BaseException) -> None:
+def raise_on(rank: int, wire: Wire, failure: BaseException) -> None:
     if wire.rank == rank:
         raise failure
 
 
-def agrees(wire: SoloWire, exact: bool) -> None:
+def agrees(wire: Wire, exact: bool) -> None:
     """Whatever one rank raises in what all do together, all ranks raise; they stay in step."""
     last = wire.size - 1
     for failure in FAILURES:
@@ -284,7 +284,7 @@ def agrees(wire: SoloWire, exact: bool) -> None:
     assert report.everyone == [*range(wire.size)]
 
 
-def counts(wire: SoloWire, exact: bool) -> None:
+def counts(wire: Wire, exact: bool) -> None:
     """Bytes are those that this rank sends of the payload."""
     slices = Slices(wire)
     wire.traffic.reset()
@@ -296,7 +296,7 @@ def counts(wire: SoloWire, exact: bool) -> None:
         assert (wire.traffic["reduce"].calls, wire.traffic["reduce"].bytes) == (1, 40 * (slices.size - 1))
 
 
-CHECKS: tuple[Callable[[SoloWire, bool], None], ...] = (
+CHECKS: tuple[Callable[[Wire, bool], None], ...] = (
     gathers,
     reduces,
     averages,
@@ -310,7 +310,7 @@ CHECKS: tuple[Callable[[SoloWire, bool], None], ...] = (
 )
 
 
-def check_wire(wire: SoloWire, exact: bool = True, but: Sequence[str] = ()) -> None:
+def check_wire(wire: Wire, exact: bool = True, but: Sequence[str] = ()) -> None:
     """Raise AssertionError where a wire, which has started, breaks a promise.
 
     Args:

@@ -11,7 +11,7 @@ import hf_zero as zero
 from hf_zero.comm.codec import CODECS
 from hf_zero.comm.hybrid import in_replicas
 from tests.kit.common import gpt2, optimizer_for, take_steps
-from tests.kit.transports import CollectiveWire, PairWire, Sockets, SoloWire
+from tests.kit.transports import CollectiveWire, PairWire, Sockets, Wire
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def reduced(rank: int, world: int, name: str, numel: int, missing: int, bad: flo
         # The averages of two replicas are the same bits in both.
         if world == 4:
             mean = torch.full((2 * numel,), 7.0)
-            hybrid: SoloWire = in_replicas(wire, 2)
+            hybrid: Wire = in_replicas(wire, 2)
             hybrid.open_groups()
             hybrid.reduce(source, mean, 6).close()
             everyone: list[torch.Tensor] = hybrid.exchange(mean)

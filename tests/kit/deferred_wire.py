@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from tests.kit.transports import DONE, SMALL, CollectiveWire, Inflight, Link, Meter, Roads, SoloWire, open_wire
+from tests.kit.transports import DONE, SMALL, CollectiveWire, Inflight, Link, Meter, Roads, Wire, open_wire
 
 LOCAL = {"post", "posted", "side", "send_to_rank_0", "collect"}
 """What a wire offers that is no collective of its own group."""
@@ -185,7 +185,7 @@ class Watch:
         """Arguments of `zero.shard`, with blocks of which tiny models have several."""
         return replace(self.roads, sizes=SMALL).given
 
-    def open_plain_wire(self, device: torch.device) -> SoloWire:
+    def open_plain_wire(self, device: torch.device) -> Wire:
         wire = open_wire(device)
         return CollectiveWire(device) if wire.size > 1 and self._collective else wire
 
@@ -254,7 +254,7 @@ class Watch:
 class DeferredWire:
     """A wire whose gathers and reduces move data when `Watch.mode` says; everything else is the wire's own, and noted."""
 
-    def __init__(self, wire: SoloWire, watch: Watch) -> None:
+    def __init__(self, wire: Wire, watch: Watch) -> None:
         self._wire, self._watch = wire, watch
         self._closes_with_wait = isinstance(wire, CollectiveWire)
 

@@ -14,15 +14,31 @@ import torch
 
 from hf_zero.comm.group_wire import CollectiveWire, PairWire, open_wire
 from hf_zero.comm.inflight import DONE, Inflight
-from hf_zero.comm.wire import SoloWire
+from hf_zero.comm.wire import Wire
 from hf_zero.core.units import LIMITS, Limits
 from hf_zero.tiers.host import Link
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import SIZES, Meter, Sizes, Tier
 
 __all__ = [
-    "DONE", "LIMITS", "ROADS", "SIZES", "SMALL", "CollectiveWire", "Inflight", "Limits", "Link", "Meter", "PairWire",
-    "Roads", "Sizes", "Sockets", "SoloWire", "Storage", "Tier", "open_wire",
+    "DONE",
+    "LIMITS",
+    "ROADS",
+    "SIZES",
+    "SMALL",
+    "CollectiveWire",
+    "Inflight",
+    "Limits",
+    "Link",
+    "Meter",
+    "PairWire",
+    "Roads",
+    "Sizes",
+    "Sockets",
+    "Storage",
+    "Tier",
+    "Wire",
+    "open_wire",
 ]  # fmt: skip
 
 
@@ -44,7 +60,7 @@ class Roads:
         storage: what allocates, and holds what the tiers of the engine share.
     """
 
-    wire: Callable[[torch.device], SoloWire] = open_wire
+    wire: Callable[[torch.device], Wire] = open_wire
     link: Callable[[torch.device, Meter], Link] = Link
     sizes: Sizes = SIZES
     limits: Limits = LIMITS
