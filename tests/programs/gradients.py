@@ -315,6 +315,23 @@ def reduced_after_no_sync(run: Run) -> None:
     run.update()
 
 
+@program(tells=lambda row: row.optimizer_tier == "disk")
+def edited_after_clipping(run: Run) -> None:
+    """Some gradients change, and a backward adds to all, after clipping has scaled them."""
+    model = run.trained_model(Odd)
+    for step in range(2):
+        run.loss(2 * step).backward()
+        run.clip_grad_norm_(model, 0.05)
+        model.first.weight.grad.mul_(3.0)
+        model.last.weight.grad = torch.full_like(model.last.weight, 0.02)
+        see_gradients(run, model, "gradients edited after clipping")
+        run.forget_gradients()
+        run.loss(2 * step + 1).backward()
+        run.sync_gradients()
+        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.05), "norm of both backwards")
+        run.update()
+
+
 @program(refused=(Refused(zero.StateError, "cleared since"),))
 def kept_over_a_step(run: Run) -> None:
     model = run.trained_model(Odd)
