@@ -183,13 +183,14 @@ def tried_again(run: Run) -> None:
 
 
 class Breaks(torch.optim.AdamW):
-    """Raises once where its step begins."""
+    """Raises once where its step begins, after it has changed its rate."""
 
     is_broken = False
 
     def step(self, closure: Any = None) -> Any:
         if self.is_broken:
             self.is_broken = False
+            self.param_groups[0]["lr"] *= 4
             raise Failed
         return super().step(closure)
 
@@ -203,6 +204,9 @@ def tried_again_after_the_optimizer_raised(run: Run) -> None:
             run.optimizer.is_broken = True
             with caught(Failed):
                 run.optimizer.step()
+            if run.is_plain:  # the engine gives the options back
+                run.optimizer.param_groups[0]["lr"] /= 4
+        run.see(run.optimizer.param_groups[0]["lr"], "rate")
         run.update()
 
 

@@ -124,6 +124,12 @@ def matrices() -> nn.Module:
     return model
 
 
+def mixed_with_unused() -> nn.Module:
+    model = mixed()
+    model.add_module("unused", nn.Linear(6, 5))
+    return model
+
+
 def over_matrices(
     name: str, build: Build, make: Callable[[], nn.Module] = mixed, loss: Any = tokens_loss, **options: Any
 ) -> None:
@@ -164,7 +170,7 @@ over_matrices("replaces", own.Replaces)
 over_matrices("two_rules", own.two_rules)
 over_matrices("shampoo", own.Shampoo, only=FP32, more={"ranks": (1, 2, 3, 4), "debug": (False, True)})
 over_matrices("lars", own.Lars, only={"deferred": (False,)}, more={"tier": FACTORS["tier"]}, exact=False)
-over_matrices("forces", own.Forces)
+over_matrices("forces", own.Forces, mixed_with_unused, tells=lambda row: row.tier != "none")
 over_matrices("decays", own.Decays, only={**FP32, **UPDATES})
 over_matrices("projects", own.Projects, loss=zero_every_other_loss, only={**FP32, **UPDATES})
 over_matrices("doubled", own.Doubled, only={**FP32, **UPDATES})
