@@ -97,21 +97,22 @@ class Freezing(Observer):
         if not changed:
             return
         trains = changed[0].tensor.requires_grad
-        if any(segment.tensor.requires_grad is not trains for segment in segments):
-            raise LayoutError(
-                f"requires_grad of some tensors in group {number} of {type(binding.optimizer).__name__} was set. On every "
-                f"rank these are parts of other parameters. {_ADVICE}"
-            )
+        # What user code froze one by one stays frozen when it gives a group the flags that it had before.
+        followers = [param for param in params if param in self._frozen_by_group] if trains else []
+        followers = followers or params
+        for segment in segments:
+            members = {segment.span.params[index] for index in segment.members} or {*params}
+            if segment.tensor.requires_grad is not trains and not members.isdisjoint(followers):
+                raise LayoutError(
+                    f"requires_grad of some tensors in group {number} of {type(binding.optimizer).__name__} was set. On every "
+                    f"rank these are parts of other parameters. {_ADVICE}"
+                )
         if trains:
-            thawed = [param for param in params if param in self._frozen_by_group]
-            if not any(param.requires_grad for param in params):
-                thawed = params
+            self._frozen_by_group.difference_update(followers)
         else:
-            thawed = []
             self._frozen_by_group.update(param for param in params if param.requires_grad)
-        for param in thawed if trains else params:
+        for param in followers:
             param.requires_grad = trains
-        self._frozen_by_group.difference_update(thawed)
         for segment in changed:
             segment.show_flag()
 

@@ -294,6 +294,33 @@ def adversaries_with_blocks_frozen_by_groups_in_parts(run: Run) -> None:
     _adversarial(run, depth=3, in_parts=True)
 
 
+@program(reference="average")
+def groups_frozen_and_given_back(run: Run) -> None:
+    """A parameter that user code froze stays frozen when its group's tensors get the flags that they had."""
+    model = run.build(lambda: Adversaries(3))
+    optimizers = [adam(model.maker.parameters(), lr=1e-2), torch.optim.SGD(model.critic.parameters(), lr=0.1)]
+    run.shard(model, optimizers)
+    model.maker[1][0].bias.requires_grad_(False)
+    for step in range(3):
+        flags = [
+            (tensor, tensor.requires_grad)
+            for each in optimizers
+            for group in each.param_groups
+            for tensor in group["params"]
+        ]
+        for tensor, _ in flags:
+            tensor.requires_grad_(False)
+        with torch.no_grad():
+            run.see(model(run.inputs(step), "maker").mean(), "evaluation with all frozen")
+        for tensor, flag in flags:
+            tensor.requires_grad_(flag)
+        model(run.inputs(step), "maker").square().mean().backward()
+        run.see([param.requires_grad for param in model.parameters()], "flags")
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
 @program(
     reference="average",
     only={"stage": (1, 2), "replicas": (1,), "tier": ("none",)},

@@ -39,6 +39,20 @@ def state_dict_gathers_nothing_for_long(run: Run) -> None:
         run.see([value.double().sum() for value in state.values()], "sums")
 
 
+@program(reference="average", only={"tier": ("none", "cpu")}, tells=lambda row: row.stage < 3)
+def groups_written_before_state_dict(run: Run) -> None:
+    """What user code writes to tensors of optimizer groups is in the model's entries at once."""
+    model = run.mlp()
+    for step in range(2):
+        run.step(step)
+        with torch.no_grad():
+            for group in run.optimizer.param_groups:
+                for tensor in group["params"]:
+                    tensor.mul_(0.5)
+        for name, value in model.state_dict().items():
+            run.see(value if run.rank == 0 else None, f"state dict {name}")
+
+
 @program(reference="average")
 def averaged_model(run: Run) -> None:
     model = run.mlp()
