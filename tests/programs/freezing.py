@@ -321,6 +321,14 @@ def groups_frozen_and_given_back(run: Run) -> None:
             each.zero_grad()
 
 
+@program(reference="average", refused=(Refused(zero.LayoutError, "requires_grad of some tensors in group 0"),))
+def one_tensor_of_a_group_frozen(run: Run) -> None:
+    run.mlp()
+    run.step(0)
+    run.optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    run.step(1)
+
+
 @program(
     reference="average",
     only={"stage": (1, 2), "replicas": (1,), "tier": ("none",)},
