@@ -338,13 +338,22 @@ def frozen_by_groups_that_one_rank_has(run: Run) -> None:
     _adversarial(run, depth=3, made=torch.optim.Adafactor)
 
 
-@program(
-    refused=(Refused(zero.RankMismatchError, r"requires_grad of parameter '2\.weight' is not the same"),),
-    only={"stage": (1, 3)},
-)
-def frozen_on_one_rank(run: Run) -> None:
+def _frozen_by_rank(run: Run) -> None:
     run.mlp()
     run.step(0)
     if run.rank == 1:
         run.model[2].requires_grad_(False)
     run.step(1)
+
+
+FLAGS = Refused(zero.RankMismatchError, r"requires_grad of parameter '2\.weight' is not the same")
+
+
+@program(refused=(FLAGS,), only={"stage": (1,)})
+def frozen_on_one_rank(run: Run) -> None:
+    _frozen_by_rank(run)
+
+
+@program(refused=(FLAGS,), only={"stage": (3,)})
+def frozen_on_one_rank_where_parameters_are_released(run: Run) -> None:
+    _frozen_by_rank(run)

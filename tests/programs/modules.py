@@ -208,7 +208,7 @@ def embedding_scaled_late(run: Run, t: int) -> Tensor:
     return run.model(bags(run, t)).square().mean()
 
 
-@trained_on(lambda: ScaledEmbedding(6), steps=8)
+@trained_on(lambda: ScaledEmbedding(6), steps=8, tells=lambda row: row.stage == 3)
 def embedding_scaled_on_one_rank(run: Run, t: int) -> Tensor:
     run.model.step = t * run.rank
     return run.model(bags(run, t)).square().mean()

@@ -79,12 +79,14 @@ def written_inside(run: Run) -> None:
     """Whole edits, edits of one rank, and edits before an error."""
     model = run.trained_model(gpt2, adamw)
     weight, bias = model.transformer.h[1].mlp.c_fc.weight, model.transformer.h[0].ln_1.bias
+    past_torch = model.transformer.h[0].attn.c_proj.bias
 
     def edit(by: float) -> None:
         weight.data += by
         weight.data[3].zero_()
         with torch.no_grad():
             bias.fill_(by)
+        past_torch.detach().numpy()[1:] = by
         model.transformer.ln_f.weight.data = torch.full((32,), by)
 
     _step(run, 0)
