@@ -16,7 +16,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +34,7 @@ from .folder import Staging
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
 from .ranges import OptimizerState, Parameters, ParameterState, Range, Writer, copy_to, ranges_of
 from .safetensors import Stored, build_header
-from .weights import Entry, FilePlan, WeightFile, split_files
+from .weights import Conversion, Entry, Files, split_files
 
 OPTIMIZER_FOLDER = "optimizer"
 OPTIMIZER_INDEX = "optimizer.json"
@@ -56,21 +55,6 @@ def optimizer_folder(index: int) -> str:
     return f"{OPTIMIZER_FOLDER}_{index}" if index else OPTIMIZER_FOLDER
 
 
-@dataclass(slots=True)
-class _Conversion:
-    """Tensors that rank 0 computes from complete parameters, one conversion at a time.
-
-    Attributes:
-        convert: maps the sources' values to tensors by key; on rank 0.
-        places: where to write them; on rank 0.
-    """
-
-    parameters: Parameters
-    sources: tuple[str, ...]
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None
-    places: Mapping[str, Stored]
-
-
 class Saving:
     """A running save.
 
@@ -86,7 +70,7 @@ class Saving:
         self._wire = wire
         self._facts = facts
         self._ranges: list[Range] = []
-        self._conversions: list[_Conversion] = []
+        self._conversions: list[tuple[Parameters, Conversion, Mapping[str, Stored]]] = []  # the places: on rank 0
         self._segments: dict[Path, list[Segment]] = {}
         self._promised_bytes = 0
         self._staging = Staging(target)
@@ -121,7 +105,7 @@ class Saving:
         self._conversions.clear()
         self._staging.discard()
 
-    def weights(self, parameters: Parameters, plan_files: Callable[[], FilePlan], folder: str = "") -> None:
+    def weights(self, parameters: Parameters, plan_files: Callable[[], Files], folder: str = "") -> None:
         """Add parameters and buffers.
 
         Args:
@@ -134,21 +118,19 @@ class Saving:
                 # Without a graph: in a graph, reading a released weight would gather it on this rank alone.
                 with naming(self.folder), torch.no_grad():
                     (self.folder / folder).mkdir(exist_ok=True)
-                    file_plan = plan_files()
-                placed = [item for file in file_plan.files for item in self._create(file, folder)]
+                    files = plan_files()
+                placed = [item for name in files for item in self._create(self.folder / folder / name, files[name])]
+                computed: dict[Conversion, dict[str, Stored]] = {}
                 for entry, stored in placed:
-                    if not entry.runs and entry.key in file_plan.values:
-                        value = file_plan.values[entry.key].detach().contiguous()
-                        self._ranges.append(Range(stored, 0, value.view(-1)))
-                where = {entry.key: stored for entry, stored in placed}
-                self._conversions += [
-                    _Conversion(parameters, item.sources, item.convert, {key: where[key] for key in item.targets})
-                    for item in file_plan.conversions
-                ]
-                report.mine = places_of(placed), [item.sources for item in file_plan.conversions]
+                    if isinstance(entry.value, Conversion):
+                        computed.setdefault(entry.value, {})[entry.key] = stored
+                    elif entry.value is not None:
+                        self._ranges.append(Range(stored, 0, entry.value.detach().contiguous().view(-1)))
+                self._conversions += [(parameters, each, computed[each]) for each in computed]
+                report.mine = places_of(placed), [each.sources for each in computed]
         places, sources = report.everyone[0]
-        if self._wire.rank != 0:
-            self._conversions += [_Conversion(parameters, names, None, {}) for names in sources]
+        if self._wire.rank != 0:  # rank 0 converts
+            self._conversions += [(parameters, Conversion(names, dict), {}) for names in sources]
         self._ranges += ranges_of(parameters.written(self._wire.rank, self._wire.size), places)
 
     def optimizer(
@@ -167,7 +149,9 @@ class Saving:
                     path.write_text(json.dumps(index, separators=(",", ":")))
                 for state in pieces:
                     files = split_files(f"{folder}/{state}", _entries(state, described), max_shard_size)
-                    out[state] = places_of(item for file in files for item in self._create(file))
+                    out[state] = places_of(
+                        item for name in files for item in self._create(self.folder / name, files[name])
+                    )
             report.mine = out, sorted(pieces)
         answers = report.everyone
         for rank, (_, states) in enumerate(answers):
@@ -179,10 +163,9 @@ class Saving:
         for state, places in answers[0][0].items():
             self._ranges += ranges_of(pieces[state], places)
 
-    def _create(self, file: WeightFile, folder: str = "") -> list[tuple[Entry, Stored]]:
+    def _create(self, path: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Stored]]:
         """Create a file with its header, at its final size, on rank 0. Returns where its tensors lie."""
-        path = self.folder / folder / file.name
-        head, header = build_header([(e.key, e.dtype, e.shape) for e in file.entries], file.metadata, path)
+        head, header = build_header([(e.key, e.dtype, e.shape) for e in entries], {"format": "pt"}, path)
         self._promised_bytes += header.file_bytes  # the files are sparse: the system still counts their bytes as free
         stat = os.statvfs(self.folder)
         if self._promised_bytes > stat.f_bavail * stat.f_frsize:
@@ -197,7 +180,7 @@ class Saving:
         for start in range(0, len(head), SEGMENT_BYTES):
             part = head[start : start + SEGMENT_BYTES]
             self._segments.setdefault(path, []).append((start, len(part), digest_of(part)))
-        return [(entry, header.tensors[entry.key]) for entry in file.entries]
+        return [(entry, header.tensors[entry.key]) for entry in entries]
 
     def freeze(self, side: Wire, slab: Tensor | None = None) -> Tensor:
         """Copy all values to host memory. `commit` then uses `side` and may run in another thread.
@@ -230,7 +213,7 @@ class Saving:
                 place = memory[at : at + item.length].view(item.dtype)
                 item.values, at = copy_to(item.values, place), at + _padded(item.length)
         for conversion in self._conversions:
-            self._ranges += self._convert(conversion)
+            self._ranges += self._convert(*conversion)
         self._conversions.clear()
         self._wire = side
         return memory
@@ -244,7 +227,7 @@ class Saving:
                 if not self.is_blind:
                     writer.write(self._ranges)
             for conversion in self._conversions:
-                made = self._convert(conversion)
+                made = self._convert(*conversion)
                 with on_all_ranks(self._wire, what):
                     writer.write(made)
             for rank in self._blind:
@@ -280,15 +263,15 @@ class Saving:
                 )
         self._staging.publish(Manifest(files, {"hf_zero": __version__, "world_size": self._wire.size, **self._facts}))
 
-    def _convert(self, conversion: _Conversion) -> list[Range]:
-        """Send complete sources to rank 0, which computes the tensors. A collective."""
+    def _convert(self, parameters: Parameters, conversion: Conversion, places: Mapping[str, Stored]) -> list[Range]:
+        """Send complete sources to rank 0, which computes the tensors of `places`. A collective."""
         sources: dict[str, Tensor] = {}
         failure: ZeroError | None = None
         for name in conversion.sources:
-            spec = conversion.parameters.spec(name)
+            spec = parameters.spec(name)
             dtype = dtype_of(spec.master_dtype)
             value = torch.empty(spec.numel if self._wire.rank == 0 else 0, dtype=dtype, device="cpu")
-            for rank, part in conversion.parameters.shares(name):
+            for rank, part in parameters.shares(name):
                 mine = None
                 if self._wire.rank == rank:
                     try:
@@ -304,9 +287,9 @@ class Saving:
         with on_all_ranks(self._wire, f"converting weights for {self.target}"):
             if failure is not None:
                 raise failure
-            made = conversion.convert(sources) if conversion.convert is not None else {}
+            made = conversion.convert(sources)
             sources.clear()
-            for key, stored in conversion.places.items():
+            for key, stored in places.items():
                 out.append(Range(stored, 0, made[key].detach().contiguous().view(-1).cpu()))
         return out
 

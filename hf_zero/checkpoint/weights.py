@@ -28,21 +28,31 @@ from .safetensors import Header, Stored, read_header
 _HUB_FORMAT = Late("transformers.modeling_utils", "huggingface.weights", "hub_format")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversion:
+    """Tensors that `convert` computes, by name, from the complete values of the sources."""
+
+    sources: tuple[str, ...]
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: elements of parameters, or a value (a buffer, a converted tensor) that rank 0 holds.
+    """One tensor of a file: elements of parameters, or what `value` says.
 
     Attributes:
         key: its name in the file.
         dtype: a torch dtype's name, such as `float32`.
         shape: in the file.
         runs: elements of parameters, by their first names, in order. `here` is in the tensor.
+        value: a buffer's CPU value, or the conversion that computes `key`; rank 0 writes it.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[Extent[str], ...] = ()
+    value: Tensor | Conversion | None = None
 
     @property
     def numel(self) -> int:
@@ -55,37 +65,8 @@ class Entry:
         return self.numel * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """One safetensors file, named relative to the folder. The header orders tensors by dtype and name."""
-
-    name: str
-    entries: tuple[Entry, ...]
-    metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """Target tensors that `convert` computes from the complete values of the sources."""
-
-    sources: tuple[str, ...]
-    targets: tuple[str, ...]
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """The weight files that a save writes.
-
-    Attributes:
-        files: their tensors.
-        values: key -> CPU value of every entry without runs that no conversion computes: buffers.
-        conversions: from parameters (by first names) to keys, in the order to run; one at a time is in memory.
-    """
-
-    files: tuple[WeightFile, ...]
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    conversions: tuple[Conversion, ...] = ()
+Files = Mapping[str, Sequence[Entry]]
+"""Names of safetensors files, relative to the folder -> their tensors. Headers order them by dtype and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +108,7 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
         """Return what to write; write the index. Runs on rank 0, without communication.
 
         Args:
@@ -160,9 +141,9 @@ class StateDictFormat:
     def describe(self, state: dict[str, Tensor], folder: Path) -> None:
         """Write nothing; see `WeightFormat`."""
 
-    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
         """Return what to write; see `WeightFormat`."""
-        entries, values, done = [], {}, set()
+        entries, done = [], set()
         names = names_of(self._model)
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -172,14 +153,13 @@ class StateDictFormat:
             first = names.get(key)
             if first in done:
                 continue
-            runs: tuple[Extent[str], ...] = ()
+            dtype, shape = dtype_name(value.dtype), tuple(value.shape)
             if first is None:
-                values[key] = value
+                entries.append(Entry(key, dtype, shape, value=value))
             else:
                 done.add(first)
-                runs = (Extent(first, 0, 0, value.numel()),)
-            entries.append(Entry(key, dtype_name(value.dtype), tuple(value.shape), runs))
-        return FilePlan(write_index(self._model, entries, max_shard_size, folder), values)
+                entries.append(Entry(key, dtype, shape, (Extent(first, 0, 0, value.numel()),)))
+        return write_index(self._model, entries, max_shard_size, folder)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """Return where stored tensors belong; see `WeightFormat`."""
@@ -241,7 +221,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def split_files(
     stem: str, entries: Iterable[Entry], max_shard_size: int | str, storages: Mapping[str, Any] | None = None
-) -> list[WeightFile]:
+) -> Files:
     """Split tensors over files of at most `max_shard_size` bytes by the rule of `save_pretrained`.
 
     Args:
@@ -261,7 +241,7 @@ def split_files(
         max_shard_size=parse_bytes(max_shard_size),
     )
     names = split.filename_to_tensors or {f"{stem}.safetensors": []}
-    return [WeightFile(name, tuple(by_key[key] for key in keys)) for name, keys in names.items()]
+    return {name: [by_key[key] for key in keys] for name, keys in names.items()}
 
 
 def write_index(
@@ -270,15 +250,15 @@ def write_index(
     max_shard_size: int | str,
     folder: Path,
     storages: Mapping[str, Any] | None = None,
-) -> tuple[WeightFile, ...]:
+) -> Files:
     """Split a model's tensors over files, see `split_files`; write the index of several files to `folder`."""
     files = split_files("model", entries, max_shard_size, storages)
     if len(files) > 1:
-        where = {entry.key: file.name for file in files for entry in file.entries}
+        where = {entry.key: name for name, tensors in files.items() for entry in tensors}
         numel = sum(param.numel() for param in model.parameters())
         size_bytes = sum(entry.size_bytes for entry in entries)
         (folder / "model.safetensors.index.json").write_text(index_text(where, numel, size_bytes))
-    return tuple(files)
+    return files
 
 
 def index_text(where: Mapping[str, str], numel: int, size_bytes: int) -> str:

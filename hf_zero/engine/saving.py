@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..checkpoint.load import Loading
 from ..checkpoint.objects import Stateful, put_objects, take_objects
 from ..checkpoint.save import Saving, optimizer_folder
-from ..checkpoint.weights import FilePlan, WeightFormat, format_of
+from ..checkpoint.weights import Files, WeightFormat, format_of
 from ..core.precision import dtype_of
 from ..errors import StateError
 from ..plan.machine import free_host_bytes
@@ -67,7 +67,7 @@ def put_weights(
             format, and all its files are written.
     """
 
-    def plan_files() -> FilePlan:
+    def plan_files() -> Files:
         state, place = engine.outline(), saving.folder / folder
         names = form or format_of(engine.model)
         if form is None:

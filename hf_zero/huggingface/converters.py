@@ -152,8 +152,8 @@ class Conversions:
             self._placed[id(group)] = group.placed()
         return self._placed[id(group)].get(key)
 
-    def computed(self, results: Mapping[str, Tensor]) -> list[Conversion]:
-        """The conversions that compute `results`, which have no pieces: one for each recorded call.
+    def computed(self, results: Mapping[str, Tensor]) -> dict[str, Conversion]:
+        """The conversions that compute `results`, which have no pieces: one object for each recorded call.
 
         Raises:
             CheckpointError: other code has made one of them.
@@ -167,10 +167,10 @@ class Conversions:
                 )
             group, key, _ = self._made[_identity(tensor)]
             groups.setdefault(id(group), (group, {}))[1][key] = target
-        return [
-            Conversion(tuple(group.meta), tuple(targets.values()), partial(_compute, group, targets))
-            for group, targets in groups.values()
-        ]
+        out: dict[str, Conversion] = {}
+        for group, targets in groups.values():
+            out |= dict.fromkeys(targets.values(), Conversion(tuple(group.meta), partial(_compute, group, targets)))
+        return out
 
     def _name_of(self, tensor: Any) -> str | None:
         known = self._sources.get(_storage(tensor)) if isinstance(tensor, Tensor) and tensor.is_meta else None

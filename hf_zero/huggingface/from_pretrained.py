@@ -189,7 +189,7 @@ class _Filling:
             else:
                 wanted.append(self._allocate(name, result))
         self.reader.read(ranges_of(wanted, places))
-        for conversion in planned.conversions.computed(computed):
+        for conversion in dict.fromkeys(planned.conversions.computed(computed).values()):
             values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
             for name, value in conversion.convert(values).items():
                 _, piece = self._allocate(name, computed[name])

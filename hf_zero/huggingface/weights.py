@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ from ..checkpoint.safetensors import Stored
 from ..checkpoint.weights import (
     Conversion,
     Entry,
-    FilePlan,
+    Files,
     Located,
-    WeightFile,
     locate_by_name,
     names_of,
     persistent_buffers,
@@ -84,7 +84,7 @@ class HubFormat:
         with replaced([*serving(model, state), (PreTrainedModel, "save_pretrained", save)]):
             type(model).save_pretrained(model, folder, state_dict=dict(state))
 
-    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
         """See `WeightFormat`."""
         model = self._model
         ignored = model._keys_to_ignore_on_save or ()
@@ -92,10 +92,9 @@ class HubFormat:
         conversions = _known(model, state)
         with conversions.recording():
             kept = core_loading.revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
-        entries, values, computed = _entries(kept, conversions)
         storages = {key: tensor.untyped_storage() for key, tensor in kept.items()}
-        files = write_index(model, entries, max_shard_size, folder, storages)
-        return FilePlan(files, values, tuple(conversions.computed(computed)))
+        entries = _entries(kept, conversions, conversions.computed)
+        return write_index(model, entries, max_shard_size, folder, storages)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Finds what `from_pretrained` would find."""
@@ -149,20 +148,15 @@ class AdapterFormat:
         with replaced(without_weights(self._model, state)):
             type(self._model).save_pretrained(self._model, folder, state_dict={})
 
-    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> FilePlan:
+    def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
         """See `WeightFormat`. Adapters are never split over files."""
         conversions = _known(self._model, state)
-        files, values, others = list[WeightFile](), dict[str, Tensor](), list[Conversion]()
-        for adapter in self._adapters():
-            kept = self._kept(adapter, state, "auto")
-            entries, these, computed = _entries(kept, conversions)
-            if {**values, **{key: None for each in others for key in each.targets}}.keys() & {*these, *computed}:
-                raise CheckpointError(f"adapter {adapter!r} has values under keys of another: save them to two folders")
-            files.append(WeightFile(f"{self._prefix(adapter)}adapter_model.safetensors", tuple(entries)))
-            values |= these
-            if computed:
-                others.append(self._computed(adapter, tuple(computed), state))
-        return FilePlan(tuple(files), values, tuple(others))
+        return {
+            f"{self._prefix(adapter)}adapter_model.safetensors": _entries(
+                self._kept(adapter, state, "auto"), conversions, partial(self._computed, adapter, state)
+            )
+            for adapter in self._adapters()
+        }
 
     def _kept(self, adapter: str, state: Mapping[str, Any], embeddings: Any) -> dict[str, Any]:
         """Return what PEFT saves of `state` for one adapter, with the keys of the file."""
@@ -174,7 +168,7 @@ class AdapterFormat:
         params = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
         return {key: state[params[id(value)]] if id(value) in params else value for key, value in kept.items()}
 
-    def _computed(self, adapter: str, keys: tuple[str, ...], state: Mapping[str, Tensor]) -> Conversion:
+    def _computed(self, adapter: str, state: Mapping[str, Tensor], keys: Iterable[str]) -> dict[str, Conversion]:
         """PEFT computes some entries from the adapter's parameters, for example a prompt's embeddings."""
         model, names = self._model, names_of(self._model)
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
@@ -195,7 +189,7 @@ class AdapterFormat:
                 )
             return {key: made[key].detach().contiguous() for key in keys}
 
-        return Conversion(sources, keys, convert)
+        return dict.fromkeys(keys, Conversion(sources, convert))
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """See `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
@@ -282,20 +276,18 @@ def _known(model: nn.Module, state: Mapping[str, Any]) -> Conversions:
 
 
 def _entries(
-    kept: Mapping[str, Tensor], conversions: Conversions
-) -> tuple[list[Entry], dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a file, the values of buffers, and what has to be computed."""
-    entries, values, computed = [], {}, {}
-    for key, tensor in kept.items():
-        runs = tuple(conversions.pieces(tensor) or ()) if tensor.is_meta else ()
-        entries.append(Entry(key, dtype_name(tensor.dtype), tuple(tensor.shape), runs))
-        if not tensor.is_meta:
-            values[key] = tensor.detach().cpu()
-        elif not tensor.numel():
-            values[key] = torch.empty_like(tensor, device="cpu")
-        elif not runs:
-            computed[key] = tensor
-    return entries, values, computed
+    kept: Mapping[str, Tensor],
+    conversions: Conversions,
+    computed: Callable[[dict[str, Tensor]], Mapping[str, Conversion]],
+) -> list[Entry]:
+    """Return the tensors of a file. `computed` finds the conversions of those that are not made of runs."""
+    runs = {key: tuple(conversions.pieces(tensor) or ()) for key, tensor in kept.items() if tensor.is_meta}
+    values: dict[str, Any] = {key: tensor.detach().cpu() for key, tensor in kept.items() if not tensor.is_meta}
+    values |= computed({key: kept[key] for key, found in runs.items() if not found and kept[key].numel()})
+    return [
+        Entry(key, dtype_name(tensor.dtype), tuple(tensor.shape), runs.get(key, ()), values.get(key))
+        for key, tensor in kept.items()
+    ]
 
 
 def _prompt_encoder(model: Any, state: Mapping[str, Any]) -> Attributes:
@@ -401,7 +393,7 @@ def _located(
         else:
             pieces.setdefault(names[name], found)
     computed = {name: result for name, result in computed.items() if name not in pieces}
-    return Located(pieces, found_buffers, tuple(conversions.computed(computed)))
+    return Located(pieces, found_buffers, tuple(dict.fromkeys(conversions.computed(computed).values())))
 
 
 def _fresh(conversion: Any) -> Any:
