@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
@@ -26,6 +27,7 @@ class Saves:
         self._slab: Tensor | None = None  # host memory of the copies, used again
         self._target = ""
         self._running: Future[None] | None = None
+        self._then: Callable[[], None] | None = None
 
     def side_wire(self) -> Wire:
         """Return the wire for a thread that communicates while training continues. A collective the first time."""
@@ -33,11 +35,21 @@ class Saves:
             self._side = self._wire.side()
         return self._side
 
-    def write_behind(self, saving: Saving) -> None:
-        """Copy the values of a save that has all its parts, and commit it in a thread. A collective."""
+    def commit(self, saving: Saving, *, behind: bool, then: Callable[[], None] | None = None) -> None:
+        """Commit a save that has all its parts. A collective.
+
+        Args:
+            behind: copy its values, and write them in a thread.
+            then: called on every rank when it is complete; of a save behind, by `wait`.
+        """
+        if not behind:
+            saving.commit()
+            if then is not None:
+                then()
+            return
         self.wait()  # the save before still reads the slab, and communicates over the side wire
         self._slab = saving.freeze(self.side_wire(), self._slab)
-        self._target = str(saving.target)
+        self._target, self._then = str(saving.target), then
         # The interpreter waits for its thread at exit, and `_at_exit` then reports.
         pool = ThreadPoolExecutor(1, f"hf_zero save {self._target}")
         self._running = pool.submit(saving.commit)
@@ -45,7 +57,7 @@ class Saves:
         _UNREPORTED.append(self)
 
     def wait(self) -> None:
-        """Return when no save is under way.
+        """Return when no save is under way. A collective.
 
         Raises:
             CheckpointError: it failed, on this or any other rank; raised once.
@@ -60,6 +72,9 @@ class Saves:
             if isinstance(failure, ZeroError):
                 raise failure
             raise CheckpointError(f"the save to {self._target}, written behind, failed: {failure}") from failure
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
 
 _UNREPORTED: list[Saves] = []
@@ -70,6 +85,7 @@ _UNREPORTED: list[Saves] = []
 def _at_exit() -> None:
     failed = False
     for saves in list(_UNREPORTED):
+        saves._then = None  # it would communicate
         try:
             saves.wait()
         except ZeroError as error:

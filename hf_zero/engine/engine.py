@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..checkpoint.behind import Saves
 from ..checkpoint.objects import Stateful
-from ..checkpoint.save import Saving
 from ..comm.agree import read
 from ..comm.wire import Traffic, Wire
 from ..config import ZeroConfig
@@ -390,14 +389,13 @@ class Engine:
         with self._wire.watch.doing(f"saving to {folder}"):
             self.quiesce()
             self.wait_for_save()
-            finish = self.saves.write_behind if async_save else Saving.commit
             save(
                 self,
                 folder,
                 max_shard_size=max_shard_size,
                 save_optimizer=save_optimizer,
                 objects=objects,
-                finish=finish,
+                behind=async_save,
             )
 
     def load(

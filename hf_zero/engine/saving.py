@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +40,12 @@ def save(
     max_shard_size: int | str,
     save_optimizer: bool,
     objects: Mapping[str, Stateful] | None,
-    finish: Callable[[Saving], None],
+    behind: bool,
 ) -> None:
     """Write a checkpoint. The masters must be those of one step, and no other save may be under way.
 
     Args:
-        finish: commits, now or behind training.
+        behind: commit behind training.
     """
     optimizers = [engine.optimizer_state(each) for each in engine.optimizers] if save_optimizer else []
     saving = Saving(engine.wire, folder, stage=engine.config.stage, precision=str(engine.precision))
@@ -54,7 +54,7 @@ def save(
         for index, state in enumerate(optimizers):
             saving.optimizer(state, max_shard_size=max_shard_size, folder=optimizer_folder(index))
         put_objects(saving, engine.wire, objects or {})
-        finish(saving)
+        engine.saves.commit(saving, behind=behind)
 
 
 def put_weights(

@@ -34,7 +34,6 @@ from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
-    SavesBehind,
     bare_optimizer,
     hand_in,
     is_ours_everywhere,
@@ -46,7 +45,7 @@ from .checkpoints import (
 from .stock import AcceleratorBase, replaced, serving, stand_in_state
 
 
-class ZeroStateMixin(SavesBehind, AcceleratorBase):
+class ZeroStateMixin(AcceleratorBase):
     """Save and load. Every method is a collective: call it on every rank."""
 
     _optimizers: list[Any]
@@ -62,6 +61,11 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
 
     def _zero_first_engine(self) -> Engine | None:
         return next((engine for model in self._models if (engine := engine_of(model)) is not None), None)
+
+    def _zero_wait_for_save(self) -> None:
+        engine = self._zero_first_engine()
+        if engine is not None:
+            engine.wait_for_save()
 
     def end_training(self) -> None:
         """Wait for a save that is written in the background, then end as accelerate does."""
@@ -160,7 +164,8 @@ class ZeroStateMixin(SavesBehind, AcceleratorBase):
                     state = self._zero_bound_engine(optimizer).optimizer_state(bare_optimizer(optimizer))
                     saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=optimizer_folder(index))
                 hand_in(saving, engine.wire)
-                self._zero_commit(saving, engine, partial(self._zero_after, engine, series, target))
+                then = partial(self._zero_after, engine, series, target)
+                engine.saves.commit(saving, behind=engine.config.async_save, then=then)
         except BaseException:
             project.automatic_checkpoint_naming, project.iteration = named, iteration
             raise

@@ -32,32 +32,6 @@ MAX_SHARD_SIZE = "50GB"
 # Saving -------------------------------------------------------------------------------------------------------------
 
 
-class SavesBehind:
-    """A Trainer or Accelerator with at most one save in the background."""
-
-    _zero_pending: tuple[Engine, Callable[[], None]] | None = None
-
-    def _zero_commit(self, saving: Saving, engine: Engine, then: Callable[[], None]) -> None:
-        """Commit now, or in the background with `async_save`; `then` runs on every rank afterwards."""
-        if engine.config.async_save:
-            engine.saves.write_behind(saving)
-            self._zero_pending = engine, then
-        else:
-            saving.commit()
-            then()
-
-    def _zero_wait_for_save(self) -> None:
-        """Wait for the save in the background and run its `then`.
-
-        Raises:
-            CheckpointError: on every rank: the save failed on one.
-        """
-        pending, self._zero_pending = self._zero_pending, None
-        if pending is not None:
-            pending[0].wait_for_save()
-            pending[1]()
-
-
 def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> Saving:
     """Return a `Saving` whose manifest has the engine's facts and `facts`."""
     engine.quiesce()

@@ -51,7 +51,6 @@ from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import PreemptionCallback, ZeroCallback, calling_trainer, facts_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
-    SavesBehind,
     bare_optimizer,
     hand_in,
     is_ours_everywhere,
@@ -70,7 +69,7 @@ from .weights import saves_its_own_way, without_weights
 _WRITER_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
-class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, TrainerBase):
+class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
     """Override what a sharded model needs: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: call `save_model` on every rank, as the stock Trainer's documentation asks for
@@ -105,6 +104,11 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
 
     def _zero_engine(self) -> Engine | None:
         return engine_of(self.model)
+
+    def _zero_wait_for_save(self) -> None:
+        engine = self._zero_engine()
+        if engine is not None:
+            engine.wait_for_save()
 
     @property
     def _zero_series(self) -> CheckpointSeries:
@@ -264,8 +268,9 @@ class ZeroTrainerMixin(SavesBehind, KeepsBatches, DividesSequences, Pushes, Trai
                 hand_in(saving, engine.wire)
                 with on_all_ranks(engine.wire, f"saving to {target}"):
                     self._zero_name_best(saving, run_dir, target)
-                then = copy.copy(self.state), self._zero_push
-                self._zero_commit(saving, engine, partial(self._zero_after, engine, run_dir, target, *then))
+                state = copy.copy(self.state)
+                then = partial(self._zero_after, engine, run_dir, target, state, self._zero_push)
+                engine.saves.commit(saving, behind=engine.config.async_save, then=then)
         except BaseException:
             self.state.best_model_checkpoint = best
             raise
