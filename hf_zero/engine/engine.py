@@ -387,7 +387,6 @@ class Engine:
             StateError: an optimizer's step was left half done.
         """
         with self._wire.watch.doing(f"saving to {folder}"):
-            self.quiesce()
             self.wait_for_save()
             save(
                 self,

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> Saving:
+    """Return a `Saving` whose manifest has the engine's facts and `facts`. The masters have the values of one step."""
+    engine.quiesce()
+    return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
+
+
 def save(
     engine: Engine,
     folder: str | os.PathLike[str],
@@ -42,16 +48,15 @@ def save(
     objects: Mapping[str, Stateful] | None,
     behind: bool,
 ) -> None:
-    """Write a checkpoint. The masters must be those of one step, and no other save may be under way.
+    """Write a checkpoint. No other save may be under way.
 
     Args:
         behind: commit behind training.
     """
-    optimizers = [engine.optimizer_state(each) for each in engine.optimizers] if save_optimizer else []
-    saving = Saving(engine.wire, folder, stage=engine.config.stage, precision=str(engine.precision))
-    with saving:
+    with open_saving(engine, folder) as saving:
         put_weights(saving, engine, max_shard_size)
-        for index, state in enumerate(optimizers):
+        for index, optimizer in enumerate(engine.optimizers if save_optimizer else ()):
+            state = engine.optimizer_state(optimizer)
             saving.optimizer(state, max_shard_size=max_shard_size, folder=optimizer_folder(index))
         put_objects(saving, engine.wire, objects or {})
         engine.saves.commit(saving, behind=behind)

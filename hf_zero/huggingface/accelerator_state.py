@@ -23,13 +23,15 @@ from accelerate import Accelerator
 from accelerate.utils import save as save_plain
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim import Optimizer
 
 from ..checkpoint.load import Loading
 from ..checkpoint.save import Saving, is_ours, optimizer_folder
 from ..checkpoint.series import CheckpointSeries
 from ..checkpoint.weights import StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
-from ..engine.saving import put_weights
+from ..engine.pieces import ParameterPieces
+from ..engine.saving import open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from .checkpoints import (
@@ -37,9 +39,6 @@ from .checkpoints import (
     bare_optimizer,
     hand_in,
     is_ours_everywhere,
-    load_optimizer,
-    load_weights,
-    open_saving,
     put_whole,
 )
 from .stock import AcceleratorBase, replaced, serving, stand_in_state
@@ -250,7 +249,7 @@ class ZeroStateMixin(AcceleratorBase):
                 if loading is None:
                     _load_plain(model, folder, index, strict)
                 elif engine is not None:
-                    load_weights(loading, engine, strict=strict, folder=inside)
+                    _load_weights(loading, engine, strict, inside)
                 else:
                     model.load_state_dict(load_file(folder / inside / "model.safetensors"), strict=False)
             models.clear()
@@ -267,7 +266,7 @@ class ZeroStateMixin(AcceleratorBase):
         for index, optimizer in enumerate(optimizers):
             inside = optimizer_folder(index)
             if loading is not None:
-                load_optimizer(loading, self._zero_bound_engine(optimizer), bare_optimizer(optimizer), inside)
+                _load_optimizer(loading, self._zero_bound_engine(optimizer), bare_optimizer(optimizer), inside)
                 continue
             single = folder / f"{inside}.bin"
             if not single.is_file():
@@ -297,6 +296,24 @@ class ZeroStateMixin(AcceleratorBase):
     def _zero_refuse_each_node(self) -> None:
         if self.project_configuration.save_on_each_node:
             raise ConfigError("save_on_each_node=True: all ranks write one folder together; save to a shared one")
+
+
+def _load_weights(loading: Loading, engine: Engine, strict: bool, folder: str) -> None:
+    engine.quiesce()
+    try:
+        pieces, form = ParameterPieces(engine.units), format_of(engine.model)
+        loading.weights(pieces, engine.model, form, strict=strict, folder=folder)
+    finally:
+        engine.refresh()
+
+
+def _load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str) -> None:
+    """Load a bound optimizer's state, and masters of higher precision than the weights."""
+    engine.quiesce()
+    try:
+        loading.optimizer(engine.optimizer_state(optimizer), folder=folder)
+    finally:
+        engine.refresh()
 
 
 def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> None:

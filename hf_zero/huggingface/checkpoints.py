@@ -10,32 +10,19 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from ..checkpoint.load import Loading
-from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
-from ..checkpoint.weights import format_of
+from ..checkpoint.save import Saving, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
-from ..engine.pieces import ParameterPieces
 from ..errors import CheckpointError
 from ..params.engine import Engine
 from .stock import replaced, serving
 
 MAX_SHARD_SIZE = "50GB"
 """Largest weight file, as in `save_pretrained`."""
-
-
-# Saving -------------------------------------------------------------------------------------------------------------
-
-
-def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> Saving:
-    """Return a `Saving` whose manifest has the engine's facts and `facts`."""
-    engine.quiesce()
-    return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
 
 
 def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
@@ -67,29 +54,6 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-# Loading ------------------------------------------------------------------------------------------------------------
-
-
-def load_weights(loading: Loading, engine: Engine, *, strict: bool = True, folder: str = "") -> None:
-    """Load weights into an engine. A collective."""
-    engine.quiesce()
-    try:
-        loading.weights(
-            ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict, folder=folder
-        )
-    finally:
-        engine.refresh()
-
-
-def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str = OPTIMIZER_FOLDER) -> None:
-    """Load a bound optimizer's state, and masters of higher precision than the weights. A collective."""
-    engine.quiesce()
-    try:
-        loading.optimizer(engine.optimizer_state(optimizer), folder=folder)
-    finally:
-        engine.refresh()
 
 
 def is_ours_everywhere(wire: Wire, folder: str | os.PathLike[str]) -> bool:

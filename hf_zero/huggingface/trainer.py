@@ -33,10 +33,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..checkpoint.cards import CARD, is_generated, read_card, sealed
 from ..checkpoint.files import Field
-from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.objects import load_state
-from ..checkpoint.save import Saving, is_ours
+from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
 from ..checkpoint.series import CheckpointSeries
 from ..checkpoint.weights import format_of
 from ..comm.agree import on_all_ranks
@@ -44,7 +43,7 @@ from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import Wire
 from ..compat.evaluation import cast
-from ..engine.saving import put_weights
+from ..engine.saving import open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
@@ -54,9 +53,6 @@ from .checkpoints import (
     bare_optimizer,
     hand_in,
     is_ours_everywhere,
-    load_optimizer,
-    load_weights,
-    open_saving,
     put_whole,
 )
 from .elastic import LATEST, KeepsBatches
@@ -394,8 +390,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         engine = self._zero_engine()
         if engine is None:  # this stage evaluates without an engine
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._zero_wait_for_save()
-        return load_weights(Loading(engine.wire, resume_from_checkpoint), engine)
+        return engine.load(resume_from_checkpoint, load_optimizer=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -408,18 +403,13 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         self._zero_wait_for_save()
         ours = is_ours_everywhere(engine.wire, checkpoint)
         bound = engine.optimizer is bare_optimizer(self.optimizer)
-        loaded = False
-        if ours:
-            loading = Loading(engine.wire, checkpoint)
-            load_weights(loading, engine)
-            if bound and loading.has_optimizer():
-                load_optimizer(loading, engine, bare_optimizer(self.optimizer))
-                loaded = True
         single = Path(checkpoint, OPTIMIZER_NAME)
-        if not ours and bound and single.is_file():
+        loaded = bound and (Path(checkpoint, OPTIMIZER_FOLDER) if ours else single).exists()
+        if ours:
+            engine.load(checkpoint, load_optimizer=loaded)
+        elif loaded:
             # Memory-mapped; the stock Trainer would copy the full state to every device.
             self.optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
-            loaded = True
         if not bound:
             return super()._load_optimizer_and_scheduler(checkpoint)
         if engine.rank == 0 and self._zero_resuming:
@@ -445,7 +435,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         engine, best = self._zero_engine(), self.state.best_model_checkpoint
         if engine is None or best is None or not is_ours_everywhere(engine.wire, best):
             return super()._load_best_model()
-        return load_weights(Loading(engine.wire, best), engine)
+        return engine.load(best, load_optimizer=False)
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
