@@ -174,32 +174,26 @@ class ZeroStateMixin(AcceleratorBase):
         self, saving: Saving, engine: Engine, stock: Callable[..., Any], settings: dict[str, Any]
     ) -> list[int]:
         """Run accelerate's `save_state` and registered hooks. Returns the indices of models that are still to be saved."""
-        hooks = self._save_model_state_pre_hook
-        states: list[dict[str, Any]] = []
+        # A user's hook may save on one rank, so it needs values.
+        outlines = not self._save_model_state_pre_hook
+        states = {m: e.outline() if outlines and (e := engine_of(m)) else m.state_dict() for m in self._models}
         left: list[int] = []
 
-        def record_states(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-            states[:] = weights
-
-        def remove_states(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-            left[:] = [index for index, state in enumerate(states) if any(state is other for other in weights)]
+        def take_states(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+            left[:] = [i for i, model in enumerate(models) if any(states[model] is other for other in weights)]
             weights.clear()
 
         # accelerate's `save_state` passes models and states to the hooks in the order of their registration, and writes the
-        # states that stay in the list. `record_states` must be first to see all of them, `remove_states` last: a hook has
-        # saved what it removed; the others are saved here. A user's hook may save on one rank, so it needs values.
-        whole = [(m, m.state_dict() if hooks else engine_of(m).outline()) for m in self._models if engine_of(m)]  # type: ignore[union-attr]
+        # states that stay in the list. This one must be last: a hook has saved what it removed; the others are saved here.
+        hook = self.register_save_state_pre_hook(take_states)
         optimizers, self._optimizers = self._optimizers, []
-        first = self.register_save_state_pre_hook(record_states)
-        hooks.move_to_end(first.id, last=False)
-        last = self.register_save_state_pre_hook(remove_states)
-        others = (item for model, state in whole for item in serving(model, state))
+        shown = [item for model, state in states.items() for item in serving(model, state)]
+        shown.append((self, "get_state_dict", lambda model, *args, **kwargs: states[model]))
         try:
-            with on_all_ranks(engine.wire, f"saving to {saving.target}"), replaced(others):
+            with on_all_ranks(engine.wire, f"saving to {saving.target}"), replaced(shown):
                 stock(str(saving.folder), True, **settings)
         finally:
-            first.remove()
-            last.remove()
+            hook.remove()
             self._optimizers = optimizers
         return left
 
