@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -220,14 +220,13 @@ def _plan_weights(folder: Path, weights: WeightSet, dtype: str | None) -> dict[s
         size_bytes += rewritten.size_bytes
         is_kept = all(stored.dtype == dtypes[key] for key, stored in header.tensors.items())
         out[name] = inside(folder, name) if is_kept else rewritten
-    if weights.index is not None and weights.where is not None:
-        out[weights.index] = inside(folder, weights.index)
+    if weights.index is not None:
+        path = out[weights.index] = inside(folder, weights.index)
         if any(isinstance(each, _Rewritten) for each in out.values()):
-            below = len(weights.stem) - len(PurePosixPath(weights.stem).name)
-            where = {key: name[below:] for key, name in weights.where.items()}
-            numel = sum(math.prod(stored.shape) for stored in weights.tensors.values())
-            total_numel = numel if weights.total_parameters is None else weights.total_parameters
-            out[weights.index] = index_text(where, total_numel, size_bytes).encode()
+            table = read_json(path)
+            before = table.get("metadata")
+            table["metadata"] = {**(before if isinstance(before, dict) else {}), "total_size": size_bytes}
+            out[weights.index] = index_text(table).encode()
     return out
 
 

@@ -254,22 +254,17 @@ def write_index(
     """Split a model's tensors over files, see `split_files`; write the index of several files to `folder`."""
     files = split_files("model", entries, max_shard_size, storages)
     if len(files) > 1:
-        where = {entry.key: name for name, tensors in files.items() for entry in tensors}
-        numel = sum(param.numel() for param in model.parameters())
-        size_bytes = sum(entry.size_bytes for entry in entries)
-        (folder / "model.safetensors.index.json").write_text(index_text(where, numel, size_bytes))
+        total_size = sum(entry.size_bytes for entry in entries)
+        body = {
+            "metadata": {"total_parameters": sum(p.numel() for p in model.parameters()), "total_size": total_size},
+            "weight_map": {entry.key: name for name, tensors in files.items() for entry in tensors},
+        }
+        (folder / "model.safetensors.index.json").write_text(index_text(body))
     return files
 
 
-def index_text(where: Mapping[str, str], numel: int, size_bytes: int) -> str:
-    """Return the text of `….safetensors.index.json`, as `save_pretrained` writes it.
-
-    Args:
-        where: key -> file.
-        numel: number of elements of all parameters.
-        size_bytes: of all tensors.
-    """
-    body = {"metadata": {"total_parameters": numel, "total_size": size_bytes}, "weight_map": dict(where)}
+def index_text(body: Mapping[str, Any]) -> str:
+    """Return the text of `….safetensors.index.json`, as `save_pretrained` writes it."""
     return json.dumps(body, indent=2, sort_keys=True) + "\n"
 
 
@@ -278,18 +273,14 @@ class WeightSet:
     """Weights that are loaded together: one file, or several and their index.
 
     Attributes:
-        stem: relative to the folder: `model`, `adapter_model`, `other/adapter_model`.
         files: name relative to the folder -> header.
         index: name of the index; None for one file.
         where: key -> file, relative to the folder, from the index. Files may hold more tensors.
-        total_parameters: from the index; elements of parameters without buffers.
     """
 
-    stem: str
     files: dict[str, Header]
     index: str | None = None
     where: dict[str, str] | None = None
-    total_parameters: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -319,11 +310,11 @@ def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, v
     listed = manifest.files if manifest is not None else None
     # The single file first, like transformers: an index next to it belongs to an older, larger save.
     if (folder / single).exists() and (listed is None or single in listed or index not in listed):
-        return WeightSet(stem, {single: checked_header(folder, single, manifest if verify else None)})
+        return WeightSet({single: checked_header(folder, single, manifest if verify else None)})
     if not (folder / index).exists() or (listed is not None and index not in listed):
         raise CheckpointError(f"{folder} holds no weights: expected {single} or {index}")
     table = read_json(inside(folder, index))
-    where, metadata = table.get("weight_map"), table.get("metadata")
+    where = table.get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(f"{folder / index}: expected an object 'weight_map' of file names")
     below = PurePosixPath(stem).parent
@@ -338,8 +329,7 @@ def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, v
     for key, path in where.items():
         if key not in files[path].tensors:
             raise CheckpointError(f"{folder / path} lacks the tensor {key!r}, which {index} places in it")
-    total = metadata.get("total_parameters") if isinstance(metadata, dict) else None
-    return WeightSet(stem, files, index, where, total if type(total) is int else None)
+    return WeightSet(files, index, where)
 
 
 def checked_header(folder: Path, name: str, manifest: Manifest | None) -> Header:
