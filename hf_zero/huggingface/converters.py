@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ _FREE_RUNS = 64
 """A tensor in more than `_FREE_RUNS` runs of less than `_MIN_RUN_BYTES` each is computed instead of placed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """One call of `WeightConverter.convert`."""
 
@@ -48,6 +48,7 @@ class _Group:
         }
         return _single(converter.convert(self.layer, **self.settings))
 
+    @cached_property
     def placed(self) -> dict[str, list[Extent[str]]]:
         """The outputs that are made of whole rows of the sources, as runs; `{}` where the converter does anything else.
 
@@ -106,12 +107,10 @@ class Conversions:
     def __init__(self) -> None:
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._made: dict[tuple[int, int, int], tuple[_Group, str, Tensor]] = {}
-        self._placed: dict[int, dict[str, list[Extent[str]]]] = {}
 
-    def source(self, name: str, tensor: Tensor) -> Tensor:
+    def source(self, name: str, tensor: Tensor) -> None:
         """Name a contiguous meta tensor that has a storage of its own; the first name stays."""
         self._sources.setdefault(_storage(tensor), (name, tensor))
-        return tensor
 
     def recording(self) -> AbstractContextManager[None]:
         """Record every conversion inside. Replaces `WeightConverter.convert`."""
@@ -148,9 +147,7 @@ class Conversions:
         if made is None or made[2].dtype != tensor.dtype:
             return None
         group, key, _ = made
-        if id(group) not in self._placed:
-            self._placed[id(group)] = group.placed()
-        return self._placed[id(group)].get(key)
+        return group.placed.get(key)
 
     def computed(self, results: Mapping[str, Tensor]) -> dict[str, Conversion]:
         """The conversions that compute `results`, which have no pieces: one object for each recorded call.
@@ -158,7 +155,7 @@ class Conversions:
         Raises:
             CheckpointError: other code has made one of them.
         """
-        groups: dict[int, tuple[_Group, dict[str, str]]] = {}
+        groups: dict[_Group, dict[str, str]] = {}
         for target, tensor in results.items():
             if _identity(tensor) not in self._made:
                 raise CheckpointError(
@@ -166,9 +163,9 @@ class Conversions:
                     "Save inside `with zero.unsharded(model):`"
                 )
             group, key, _ = self._made[_identity(tensor)]
-            groups.setdefault(id(group), (group, {}))[1][key] = target
+            groups.setdefault(group, {})[key] = target
         out: dict[str, Conversion] = {}
-        for group, targets in groups.values():
+        for group, targets in groups.items():
             out |= dict.fromkeys(targets.values(), Conversion(tuple(group.meta), partial(_compute, group, targets)))
         return out
 
