@@ -13,7 +13,6 @@ from ..comm.wire import Wire
 from ..errors import LayoutError
 from .context import Context
 from .parameter import place_of
-from .segments import Segment
 from .span import Span
 
 _ROW_NUMEL = 4096
@@ -31,22 +30,28 @@ def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tens
     Raises:
         LayoutError: a parameter is not of the sharded model.
     """
-    wanted = None if params is None else {params} if isinstance(params, Tensor) else set(params)
-    if wanted is None or wanted >= {param for span in spans for param in span.params}:
-        return {span: [slice(0, span.local_numel)] for span in spans}
-    segments: dict[Tensor, Segment] = {segment.tensor: segment for span in spans for segment in span.segments}
+    every = {span: [slice(0, span.local_numel)] for span in spans}
+    if params is None:
+        return every
+    wanted = {id(param): param for param in ([params] if isinstance(params, Tensor) else params)}
+    trained = {id(param) for span in spans for param in span.params}
+    segments = {id(segment.tensor): segment for span in spans for segment in span.segments}
+    for key in wanted.keys() - trained - segments.keys():
+        param, place = wanted[key], place_of(wanted[key])
+        # A rank has a tensor without elements for a group of which it has none.
+        if param.numel() and (place is None or place.unit.context is not context):
+            raise LayoutError(
+                f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip others in a call of "
+                "their own"
+            )
+    if wanted.keys() >= trained or (segments and wanted.keys() >= segments.keys()):
+        return every
     found: dict[Span, list[slice]] = {span: [] for span in spans}
-    for param in wanted:
-        if not param.numel():
-            continue  # a rank has such a tensor for a group of which it has no elements
-        place, segment = place_of(param), segments.get(param)
+    for key, param in wanted.items():
+        segment, place = segments.get(key), place_of(param)
         if segment is not None:
             found[segment.span].append(segment.here)
-        elif place is None or place.unit.context is not context:
-            raise LayoutError(
-                f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it with torch.nn.utils"
-            )
-        elif place.span in found and (part := place.span.part_of(place.index)) is not None:
+        elif place is not None and place.span in found and (part := place.span.part_of(place.index)) is not None:
             found[place.span].append(part.here)
     return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
 

@@ -190,21 +190,19 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
     ) -> Tensor | None:
         """Clip by the norm over all ranks; return it as a 0-dim tensor."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = self._zero_owner_of(params, "clip_grad_norm_")
-        if found is None:
+        engine = self._zero_engine_to_clip(params)
+        if engine is None:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         self.unscale_gradients()
-        engine, part = found
-        return engine.clip_grad_norm_(max_norm, norm_type=norm_type, parameters=part)
+        return engine.clip_grad_norm_(max_norm, norm_type=norm_type, parameters=params)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = self._zero_owner_of(params, "clip_grad_value_")
-        if found is None:
+        engine = self._zero_engine_to_clip(params)
+        if engine is None:
             return super().clip_grad_value_(params, clip_value)
         self.unscale_gradients()
-        engine, part = found
-        return engine.clip_grad_value_(clip_value, parameters=part)
+        return engine.clip_grad_value_(clip_value, parameters=params)
 
     # -- data --
 
@@ -269,29 +267,16 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
             raise ConfigError(f"{type(bare).__name__} belongs to no sharded model of this Accelerator")
         return engine
 
-    def _zero_owner_of(self, params: list[Any], caller: str) -> tuple[Engine, list[Any] | None] | None:
-        """Return the engine that holds all of `params`, and which parameters are meant (None: all that train).
+    def _zero_engine_to_clip(self, params: Iterable[Any]) -> Engine | None:
+        """Return the engine of `params`: parameters, or what an optimizer's groups hold, this rank's flat slices.
 
         Another Accelerator may have made it: accelerate's own state belongs to the process, too.
         """
-        wanted = frozenset(map(id, params))
-        engine = _engine_holding(params)
-        if engine is not None:
-            every = frozenset(map(id, engine.context.names))
-            trained = frozenset(id(param) for param in engine.context.names if param.requires_grad)
-        else:  # they may be an optimizer's: this rank's flat slices
-            bare = [bare_optimizer(optimizer) for optimizer in self._optimizers]
-            found = next((one for one in bare if not wanted.isdisjoint(_param_ids(one))), None)
-            engine = None if found is None else self._zero_engine_of(found)
-            if found is None or engine is None:
-                return None
-            every = trained = frozenset().union(*map(_param_ids, engine.optimizers))
-        if not wanted <= every:
-            raise ConfigError(
-                f"{caller} got parameters of a {type(engine.model).__name__} together with {len(wanted - every)} "
-                "others: call it once per model"
-            )
-        return engine, None if trained <= wanted else params
+        engine, wanted = _engine_holding(params), frozenset(map(id, params))
+        for optimizer in () if engine is not None else map(bare_optimizer, self._optimizers):
+            if not wanted.isdisjoint(_param_ids(optimizer)):
+                return self._zero_engine_of(optimizer)
+        return engine
 
 
 _ALL_RANKS = "all ranks must make as many steps with a sharded model, for each holds parts that the others need"

@@ -118,7 +118,8 @@ def clip_choices() -> None:
             slices = [p for group in run.optimizer.param_groups for p in group["params"]]
             assert float(clip(slices, float("inf"))) == out[name]["all"]
             stranger = nn.Parameter(torch.zeros(3))
-            assert_refused(lambda: clip([*every, stranger], 1.0), "call it once per model")  # noqa: B023
+            mixed = [*every, stranger]
+            assert_refused(lambda: clip(mixed, 1.0), "(3,), is not of the sharded model", kind="LayoutError")  # noqa: B023
         run.accelerator.clip_grad_value_(run.model.parameters(), 1e-3)
         out[name]["after clip_grad_value_"] = float(clip(run.model.parameters(), float("inf")))
         clip(run.model.parameters(), 1e-4)
