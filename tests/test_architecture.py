@@ -20,7 +20,7 @@ PACKAGE = ROOT / "hf_zero"
 
 # docs/DESIGN.md says what each folder is for. A folder imports only folders to its left; lazy imports and those for type
 # checkers count. The public `__init__` imports what it likes.
-FOLDERS = ("", "core", "comm", "tiers", "checkpoint", "optimizers", "plan", "engine", "compat", "diagnostics",
+FOLDERS = ("", "core", "comm", "tiers", "optimizers", "checkpoint", "plan", "engine", "compat", "diagnostics",
            "sequence", "params", "huggingface", "cli")  # fmt: skip
 """The empty one: `config`, `errors` and `version`, beside the folders."""
 

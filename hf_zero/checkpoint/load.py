@@ -19,6 +19,7 @@ from ..comm.wire import Wire
 from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
+from ..optimizers.facts import options_added, refusal_of, states_of
 from .files import Field, read_json
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
 from .ranges import MASTER, OptimizerState, Parameters, ParameterState, Range, Reader, ranges_of
@@ -177,19 +178,19 @@ class Loading:
                     f"{path}: the optimizer groups hold other parameters than this run's. Build the same model, freeze the "
                     "same parameters, and pass optimizers in the same order"
                 )
-            if index.value.get("optimizer") not in (None, optimizer.kind):
+            if index.value.get("optimizer") not in (None, kind := type(optimizer.optimizer).__name__):
                 raise CheckpointError(
-                    f"{path} holds the state of {index.value['optimizer']}, and this run's optimizer is {optimizer.kind}. "
+                    f"{path} holds the state of {index.value['optimizer']}, and this run's optimizer is {kind}. "
                     "Build the run with the saved one, or load with load_optimizer=False to continue with a fresh optimizer"
                 )
-            options = [_options(group, place, optimizer) for place, group in enumerate(groups)]
+            options = [_options(*pair, optimizer.optimizer) for pair in zip(groups, optimizer.groups)]
             # The states of a parameter that has any; unknown if they depend on options that change.
             changes = any(
                 key in mine and bool(mine[key]) != bool(value)
                 for mine, saved in zip(optimizer.groups, options)
                 for key, value in saved.items()
             )
-            needed = set() if changes else optimizer.names() or set()
+            needed = set() if changes else set(states_of(optimizer.optimizer) or ())
             prefix = f"{folder}/"
             states: dict[str, dict[str, Stored]] = {}
             for name in self.manifest.files:
@@ -213,25 +214,24 @@ class Loading:
             optimizer.put(options)
 
 
-def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, Any]:
+def _options(saved: Field, group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the options to set in a group.
 
     Raises:
         CheckpointError: the run's group does not have an option, or cannot have its value.
     """
-    group = optimizer.groups[place]
-    options = {}
+    kind, options = type(optimizer).__name__, {}
     added: set[str] | None = None
     for key, entry in saved.entries():
         if key == "params":
             continue
         if key not in group and key not in _ADDED:
-            added = optimizer.added() if added is None else added
+            added = options_added(optimizer) if added is None else added
             if key in added:
                 options[key] = _scalar(entry)
                 continue
             raise CheckpointError(
-                f"{entry.path}: {entry.key} is an option that this run's {optimizer.kind} does not have; it has "
+                f"{entry.path}: {entry.key} is an option that this run's {kind} does not have; it has "
                 f"{sorted(set(group) - {'params'})}. If a scheduler adds it, build that before loading; or load with "
                 "load_optimizer=False"
             )
@@ -241,14 +241,14 @@ def _options(saved: Field, place: int, optimizer: OptimizerState) -> dict[str, A
             entry.like(_number(mine))
         elif not isinstance(_number(value), bool):
             Field(entry.path, _number(value), entry.key).finite()
-    reason = optimizer.refusal(place, options)
+    reason = refusal_of(optimizer, {key: value for key, value in group.items() if key != "params"}, options)
     if reason is not None:
-        raise CheckpointError(f"{saved.path}: {saved.key} is refused by {optimizer.kind}: {reason}")
+        raise CheckpointError(f"{saved.path}: {saved.key} is refused by {kind}: {reason}")
     return options
 
 
 def _scalar(entry: Field, like: Any = None) -> Any:
-    """Check and invert `save.scalar`. A list becomes a tuple if `like`, the run's own option, is one."""
+    """Check and invert `optimizers.scalars.scalar`. A list becomes a tuple if `like`, the run's own option, is one."""
     found = entry.value
     if isinstance(found, list):
         items = [_scalar(item) for item in entry.items()]

@@ -77,25 +77,13 @@ class OptimizerState(Protocol):
     """An optimizer's state by parameter, and its groups' options."""
 
     @property
-    def kind(self) -> str:
-        """Return the name of the optimizer's class."""
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer, for facts about its class."""
         ...
 
     @property
     def groups(self) -> Sequence[Mapping[str, Any]]:
         """Return the options of each group, with the parameters' names under `params`."""
-        ...
-
-    def names(self) -> set[str] | None:
-        """Return the states that a parameter has after a step; None if unknown."""
-        ...
-
-    def refusal(self, group: int, options: Mapping[str, Any]) -> str | None:
-        """Return why the optimizer's constructor refuses these options; None if it does not, or if unknown."""
-        ...
-
-    def added(self) -> set[str]:
-        """Return the options that a step adds to the groups."""
         ...
 
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:

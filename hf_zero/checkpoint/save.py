@@ -26,8 +26,9 @@ from torch import Tensor
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
 from ..core.layout import Extent
-from ..core.precision import dtype_name, dtype_of
+from ..core.precision import dtype_of
 from ..errors import CheckpointError, ZeroError
+from ..optimizers.scalars import scalar
 from ..version import __version__
 from .files import naming
 from .folder import Staging
@@ -347,7 +348,7 @@ def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -
             )
     return {
         "version": 1,
-        "optimizer": optimizer.kind,
+        "optimizer": type(optimizer.optimizer).__name__,
         "groups": [{key: scalar(key, value) for key, value in group.items()} for group in optimizer.groups],
         "parameters": {
             name: {
@@ -369,27 +370,3 @@ def _entries(state: str, described: Mapping[str, ParameterState]) -> Iterator[En
         if state in one.arrays:
             dtype, shape = one.arrays[state]
             yield Entry(name, dtype, shape, (Extent(name, 0, 0, math.prod(shape)),))
-
-
-def scalar(name: str, value: Any) -> Any:
-    """Return an option or scalar state as JSON. Tensors of at most one element keep their dtype and shape.
-
-    Raises:
-        CheckpointError: JSON has no place for the value.
-    """
-    if isinstance(value, Tensor):
-        if value.numel() > 1 or value.is_complex():
-            raise CheckpointError(
-                f"optimizer option {name!r} is a tensor of shape {tuple(value.shape)} and dtype {value.dtype}, which JSON "
-                "cannot hold. Save with save_optimizer=False, and optimizer.state_dict() separately"
-            )
-        shape = {"shape": list(value.shape)} if value.dim() else {}
-        return {"tensor": value.item() if value.numel() else None, "dtype": dtype_name(value.dtype), **shape}
-    if isinstance(value, (tuple, list)):
-        return [scalar(name, item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise CheckpointError(
-        f"optimizer option or state {name!r} is a {type(value).__name__}, which JSON cannot hold. Save with "
-        "save_optimizer=False, and optimizer.state_dict() separately"
-    )

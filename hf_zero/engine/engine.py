@@ -240,7 +240,7 @@ class Engine:
     # Clipping ---------------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None
     ) -> Tensor:
         """Clip the norm of all gradients to `max_norm`. A collective.
 
@@ -262,7 +262,7 @@ class Engine:
             parts = parts_to_clip(self.trained, self.context, parameters)
             return clip_norm(parts, self.context, float(max_norm), float(norm_type))
 
-    def clip_grad_value_(self, clip_value_: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def clip_grad_value_(self, clip_value_: float, parameters: Iterable[Tensor] | None = None) -> None:
         """Clamp every gradient element to `[-clip_value_, clip_value_]`, of all parameters or of some.
 
         Raises:

@@ -14,7 +14,6 @@ from ..comm.wire import Wire
 from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
-from ..optimizers.facts import options_added, refusal_of, states_of
 from ..tiers.array import Values, flat_of
 from .optimizer import Binding
 from .optimizer_state import allocate_state, arrays_of, describe, mark_of, segments_of, single_value
@@ -80,7 +79,7 @@ class OptimizerPieces:
 
     def __init__(self, binding: Binding, wire: Wire, groups: Sequence[Mapping[str, Any]]) -> None:
         self.groups = groups
-        self._binding, self._optimizer = binding, binding.optimizer
+        self._binding, self.optimizer = binding, binding.optimizer
         self._refused: CheckpointError | None = None
         self._described: dict[str, ParameterState] = {}
         try:
@@ -88,20 +87,6 @@ class OptimizerPieces:
         except CheckpointError as error:  # the same on every rank; a load does not mind
             self._refused = error
         self._fresh: list[tuple[Segment, dict[str, Any]]] = []
-
-    @property
-    def kind(self) -> str:
-        return type(self._optimizer).__name__
-
-    def names(self) -> set[str] | None:
-        states = states_of(self._optimizer)
-        return None if states is None else set(states)
-
-    def refusal(self, group: int, options: Mapping[str, Any]) -> str | None:
-        return refusal_of(self._optimizer, {k: v for k, v in self.groups[group].items() if k != "params"}, options)
-
-    def added(self) -> set[str]:
-        return options_added(self._optimizer)
 
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         for span, slot in self._slots():
@@ -194,13 +179,13 @@ class OptimizerPieces:
 
     def _options_of(self, segment: Segment) -> Mapping[str, Any]:
         param = segment.span.params[segment.members[0]]
-        found: Mapping[str, Any] = self._optimizer.param_groups[self._binding.group_of[param]]
+        found: Mapping[str, Any] = self.optimizer.param_groups[self._binding.group_of[param]]
         return found
 
     def put(self, options: Sequence[Mapping[str, Any]]) -> None:
         for segment, entries in self._fresh:
             self._binding.put_state(segment, entries)
-        for group, values in zip(self._optimizer.param_groups, options):
+        for group, values in zip(self.optimizer.param_groups, options):
             group.update(values)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from ..checkpoint.save import scalar
 from ..errors import CheckpointError
+from .scalars import scalar
 from .twin import copy_of, options_of
 
 _FIRST = (8, 12)
