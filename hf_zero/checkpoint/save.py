@@ -32,7 +32,7 @@ from ..optimizers.scalars import scalar
 from ..version import __version__
 from .files import naming
 from .folder import Staging
-from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file, digest_of
+from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file
 from .ranges import OptimizerState, Parameters, ParameterState, Range, Writer, copy_to, ranges_of
 from .safetensors import Stored, build_header
 from .weights import Conversion, Entry, Files, split_files
@@ -72,7 +72,6 @@ class Saving:
         self._facts = facts
         self._ranges: list[Range] = []
         self._conversions: list[tuple[Parameters, Conversion, Mapping[str, Stored]]] = []  # the places: on rank 0
-        self._segments: dict[Path, list[Segment]] = {}
         self._promised_bytes = 0
         self._staging = Staging(target)
         self.target = self._staging.target
@@ -165,7 +164,7 @@ class Saving:
             self._ranges += ranges_of(pieces[state], places)
 
     def _create(self, path: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Stored]]:
-        """Create a file with its header, at its final size, on rank 0. Returns where its tensors lie."""
+        """Create a file of its final size on rank 0, which writes the header, too. Returns where its tensors lie."""
         head, header = build_header([(e.key, e.dtype, e.shape) for e in entries], {"format": "pt"}, path)
         self._promised_bytes += header.file_bytes  # the files are sparse: the system still counts their bytes as free
         stat = os.statvfs(self.folder)
@@ -175,12 +174,10 @@ class Saving:
                 f"has {stat.f_bavail * stat.f_frsize} left. Free some space, or save to another disk"
             )
         with naming(path), open(path, "wb") as out:
-            out.write(head)
             # Must have its final size before ranks write at offsets: none may truncate what another wrote.
             out.truncate(header.file_bytes)
-        for start in range(0, len(head), SEGMENT_BYTES):
-            part = head[start : start + SEGMENT_BYTES]
-            self._segments.setdefault(path, []).append((start, len(part), digest_of(part)))
+        place = Stored(path, "uint8", (len(head),), 0, len(head))
+        self._ranges.append(Range(place, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8)))
         return [(entry, header.tensors[entry.key]) for entry in entries]
 
     def freeze(self, side: Wire, slab: Tensor | None = None) -> Tensor:
@@ -249,10 +246,10 @@ class Saving:
         return self._wire.rank in self._blind
 
     def _publish(self, written: Sequence[dict[Path, list[Segment]]]) -> None:
-        segments = dict(self._segments)
+        segments: dict[Path, list[Segment]] = {}
         for theirs in written:
             for path, items in theirs.items():
-                segments[path] = segments.get(path, []) + items
+                segments.setdefault(path, []).extend(items)
         files = {}
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
