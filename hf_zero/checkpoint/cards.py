@@ -13,6 +13,8 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -324,6 +326,20 @@ def is_unwritten(text: str) -> bool:
 def read_card(path: Path) -> str:
     """Read a card; bytes that are not UTF-8 are replaced."""
     return path.read_text(encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def adding_to_card(folder: Path, target: Path) -> Iterator[None]:
+    """Inside, other code (PEFT) may add to the card of `target` by that of `folder`, whose files will replace its."""
+    card, before = folder / CARD, target / CARD
+    known = read_card(before) if before.is_file() else None
+    if known is not None:
+        card.write_text(known, encoding="utf-8")
+    yield
+    if known is not None and read_card(card) == known:
+        card.unlink()  # nothing to replace
+    elif known is not None and is_generated(known):
+        card.write_text(sealed(read_card(card)), encoding="utf-8")
 
 
 def _digest(text: str) -> str:

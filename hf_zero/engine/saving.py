@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.cards import adding_to_card
 from ..checkpoint.load import Loading
 from ..checkpoint.objects import Stateful, put_objects, take_objects
 from ..checkpoint.save import Saving, optimizer_folder
@@ -76,7 +77,8 @@ def put_weights(
         state, place = engine.outline(), saving.folder / folder
         names = form or format_of(engine.model)
         if form is None:
-            names.describe(state, place)
+            with adding_to_card(place, saving.target / folder):
+                names.describe(state, place)
         return names.plan_files(state, place, max_shard_size)
 
     saving.weights(ParameterPieces(engine.units), plan_files, folder)

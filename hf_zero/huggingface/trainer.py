@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from ..checkpoint.cards import CARD, is_generated, read_card, sealed
+from ..checkpoint.cards import adding_to_card
 from ..checkpoint.files import Field
 from ..checkpoint.manifest import MANIFEST, check_sizes
 from ..checkpoint.objects import load_state
@@ -333,31 +332,24 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
 
     def _zero_put(self, saving: Saving, engine: Engine, stock: Any, state: dict[str, Any] | None) -> None:
         facts = self._zero_facts = facts_of(self, engine)
-        card, is_sealed = saving.folder / CARD, False
         is_stock = stock.__func__ is Trainer._save and not saves_its_own_way(self.model)
-
-        def save(values: dict[str, Any] | None) -> None:
-            stock(str(saving.folder), values)
-            if is_sealed:
-                card.write_text(sealed(read_card(card)), encoding="utf-8")
-
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             if engine.rank == 0:
                 facts.write(saving.folder)
-                before = saving.target / CARD
-                if before.exists() and hasattr(self.model, "create_or_update_model_card"):  # PEFT adds to it
-                    shutil.copyfile(before, card)
-                    is_sealed = is_generated(read_card(card))
                 if state is not None:  # the caller has gathered values
-                    save(state)
+                    self._zero_save_here(saving, stock, state)
                 elif is_stock:
                     with replaced(without_weights(self.model, engine.outline())):
-                        save({})
+                        self._zero_save_here(saving, stock, {})
                     (saving.folder / "model.safetensors").unlink(missing_ok=True)  # an empty one, of a plain module
         if state is None and is_stock:
             put_weights(saving, engine, MAX_SHARD_SIZE, form=format_of(self.model))
         elif state is None:  # code that saves in its own way needs values
-            put_whole(saving, engine, lambda: save(None))
+            put_whole(saving, engine, partial(self._zero_save_here, saving, stock, None))
+
+    def _zero_save_here(self, saving: Saving, stock: Any, state: dict[str, Any] | None) -> None:
+        with adding_to_card(saving.folder, saving.target):
+            stock(str(saving.folder), state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer's state of all ranks, and the scheduler as the stock code does; no `optimizer.pt`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
@@ -90,3 +91,14 @@ def test_a_save_keeps_variants_and_warns_of_an_adapter(tmp_path: Path) -> None:
     assert all((tmp_path / name).exists() for name in [*variants, "adapter_config.json"])
     assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
     assert not (tmp_path / "pytorch_model.bin").exists()
+
+
+def test_a_save_keeps_what_a_user_wrote_in_an_adapters_card(tmp_path: Path) -> None:
+    """PEFT's own `save_pretrained` adds to the card of the folder. A save replaced it by a new one."""
+    model = get_peft_model(gpt2(), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=1))
+    card = tmp_path / "README.md"
+    engine.save(tmp_path)
+    card.write_text(card.read_text().replace("[More Information Needed]", "my words", 1))
+    engine.save(tmp_path)
+    assert "my words" in card.read_text()
