@@ -26,7 +26,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -89,7 +89,6 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
                 "TrainingArguments(parallelism_config=ZeroPlugin(stage=3)). If that is done, an Accelerator was built "
                 "between the arguments and the Trainer, and accelerate keeps its settings: build it later or drop it"
             )
-        _check_arguments(self.args)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # With offload, `prepare` moves the model unit by unit, because all of it may not fit. The stock code calls this from
@@ -446,20 +445,17 @@ def adopt_trainer() -> bool:
     there is one.
     """
     owner = calling_trainer()
-    if owner is not None:
-        _check_arguments(owner.args)
-        if not isinstance(owner, ZeroTrainerMixin):
-            owner.__class__ = zero_trainer_cls(type(owner))
-    return owner is not None
-
-
-def _check_arguments(args: TrainingArguments) -> None:
-    refuse(TRAINING_ARGUMENTS, args)
-    if args.n_gpu > 1:
+    if owner is None:
+        return False
+    refuse(TRAINING_ARGUMENTS, owner.args)
+    if owner.args.n_gpu > 1:
         # One process that sees several GPUs: the Trainer would wrap the model in nn.DataParallel.
         warnings.warn(
-            f"one process sees {args.n_gpu} GPUs and will use the first; start one process per GPU with "
+            f"one process sees {owner.args.n_gpu} GPUs and will use the first; start one process per GPU with "
             "`accelerate launch` or `torchrun` to use them all",
             stacklevel=2,
         )
-        args._n_gpu = 1
+        owner.args._n_gpu = 1
+    if not isinstance(owner, ZeroTrainerMixin):
+        owner.__class__ = zero_trainer_cls(type(owner))
+    return True
