@@ -190,12 +190,11 @@ def counting(progress: Progress, action: str, total: int) -> Callable[[int], Non
     return add
 
 
-def verify(folder: str | os.PathLike[str], *, threads: int | None = None, progress: Progress | None = None) -> Manifest:
-    """Check every byte of a checkpoint against its manifest.
+def verify(folder: str | os.PathLike[str], *, progress: Progress | None = None) -> Manifest:
+    """Check every byte of a checkpoint against its manifest, in up to 8 threads, each with a buffer of 8 MiB.
 
     Args:
         folder: the checkpoint.
-        threads: number of threads, each with a buffer of 8 MiB. Default: the available processors, at most 8.
         progress: called with ("checking", bytes done, bytes in all), from any thread, one at a time.
 
     Returns:
@@ -207,7 +206,7 @@ def verify(folder: str | os.PathLike[str], *, threads: int | None = None, progre
     folder = Path(folder)
     manifest = check_sizes(folder)
     checked = counting(progress or (lambda *_: None), "checking", manifest.total_bytes)
-    count = max(1, threads if threads is not None else min(8, len(os.sched_getaffinity(0))))
+    count = min(8, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(count) as pool:
         work = [
             pool.submit(check_segments, folder / name, segments, checked)

@@ -115,7 +115,7 @@ def make(folder: Path, files: dict[str, int] = FILES) -> Manifest:
 def test_a_whole_folder_passes_and_says_how_much_was_checked(tmp_path):
     manifest = make(tmp_path)
     seen: list[tuple[str, int, int]] = []
-    assert verify(tmp_path, threads=3, progress=lambda *call: seen.append(call)) == manifest == Manifest.read(tmp_path)
+    assert verify(tmp_path, progress=lambda *call: seen.append(call)) == manifest == Manifest.read(tmp_path)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     assert seen[-1] == ("checking", manifest.total_bytes, sum(FILES.values()))
     assert manifest.facts == {"world_size": 2, "stage": 3}
