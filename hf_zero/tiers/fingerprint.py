@@ -18,8 +18,8 @@ _ROW, _SEEN = 4096, 16
 
 
 def digest(values: Tensor) -> int:
-    """Return a digest of all bits in order; 1-D and contiguous. On CUDA the host waits for it."""
-    data = values.detach().view(torch.uint8)
+    """Return a digest of all bits in order; 1-D. On CUDA the host waits for it."""
+    data = values.detach().contiguous().view(torch.uint8)
     if data.device.type == "cpu":
         memory: Any = bytes_of(data)
         return xxhash.xxh3_64_intdigest(memory)

@@ -46,6 +46,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.turned = nn.Parameter(torch.empty(5, 7).t())  # not row-major: random numbers fall in memory order
+        self.column = nn.Parameter(torch.arange(14.0).view(7, 2)[:, 1])  # its elements have gaps between them
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.index = nn.Parameter(torch.arange(5), requires_grad=False)
         self.nothing = nn.Parameter(torch.empty(0, 3))
