@@ -98,6 +98,7 @@ class Gradients(Observer):
             set_raw_grad(param, grad.to(param.dtype) if held is None else None)
             return True
         self.engine.complete_gradients("assigning a gradient")
+        self._retire(place)  # what user code keeps of it is in plain torch the gradient before this
         self._store(span, index, grad.detach())
         bucket.present[index] = bucket.had_local[index] = True
         self._changed.setdefault(span, set()).discard(index)

@@ -103,6 +103,7 @@ class GroupGradients(Observer):
                 raise StateError(
                     f"a gradient of shape {tuple(grad.shape)} was assigned to a tensor of {tuple(segment.shape)}"
                 )
+            self._retire(segment, is_replaced=True)
             bucket.write(segment.here, grad.detach().reshape(-1))
             segment.is_cleared = False
             for index in segment.members:
@@ -125,10 +126,12 @@ class GroupGradients(Observer):
         each = ((group, params) for b in self.engine.bindings for group, params in zip(b.segments, b.originals))
         return next(((group, params) for group, params in each if segment in group), ([], []))
 
-    def _retire(self, segment: Segment) -> None:
+    def _retire(self, segment: Segment, *, is_replaced: bool = False) -> None:
         grad = self._shown.pop(segment, None)
         if grad is not None:
             grad.source.is_alive = False
+            if is_replaced and isinstance(grad.source, _OfSegment):
+                grad.source.own = None  # this memory gets other elements
 
     # Over all ranks -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +217,7 @@ class _OfSegment(Source):
 
     def __init__(self, gradients: GroupGradients, segment: Segment, own: Tensor | None) -> None:
         self._gradients, self._segment = gradients, segment
-        self._own, self.is_slice = own, own is None
+        self.own, self.is_slice = own, own is None
         """The elements, where this rank has all: they stay usable when the gradient is cleared, as in plain training."""
 
     def _check(self) -> None:
@@ -222,8 +225,8 @@ class _OfSegment(Source):
         self._gradients.engine.complete_gradients("using a gradient of the optimizer's groups")
 
     def values(self) -> Tensor:
-        if self._own is not None:
-            return self._own
+        if self.own is not None:
+            return self.own
         self._check()
         segment = self._segment
         if not segment.has_grad:
@@ -237,13 +240,13 @@ class _OfSegment(Source):
             self._segment.span.bucket.write(self._segment.here, values.reshape(-1))
 
     def norm(self, order: float) -> Tensor:
-        if self._own is not None:
-            return self._gradients.norm_of(self._own, order)
+        if self.own is not None:
+            return self._gradients.norm_of(self.own, order)
         self._check()
         return self._gradients.norm(self._segment, order)
 
     def overflow(self) -> Tensor:
-        if self._own is not None:
+        if self.own is not None:
             return torch.zeros((), device="cpu")
         self._check()
         return self._gradients.overflow(self._segment)

@@ -34,7 +34,7 @@ class Source:
     """Provides the elements of one lazy gradient.
 
     Attributes:
-        is_alive: False after the gradient was cleared: a kept lazy gradient must not be used any more.
+        is_alive: False after the gradient was cleared or replaced: a kept lazy gradient must not be used any more.
         is_slice: other ranks have other elements.
     """
 
@@ -42,13 +42,13 @@ class Source:
     is_slice = False
 
     def check_alive(self, what: str) -> None:
-        """Check that the gradient has not been cleared.
+        """Check that the gradient has not been cleared or replaced.
 
         Raises:
             StateError: it has.
         """
         if not self.is_alive:
-            raise StateError(f"{what} has been cleared since it was read. Keep a clone() of it instead")
+            raise StateError(f"{what} has been replaced or cleared since it was read. Keep a clone() of it instead")
 
     def values(self) -> Tensor:
         """Return the elements, of true shape, for reading. A collective for parameters."""

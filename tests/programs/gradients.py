@@ -342,6 +342,15 @@ def kept_over_a_step(run: Run) -> None:
     kept.norm()
 
 
+@program(refused=(Refused(zero.StateError, "replaced or cleared since"),))
+def exchanged(run: Run) -> None:
+    """What a gradient was before `.grad` got another one: plain torch keeps it."""
+    model = run.trained_model(Odd)
+    run.loss(0).backward()
+    one, other = model.first.bias, model.norm.weight
+    one.grad, other.grad = other.grad, one.grad
+
+
 @program(refused=(Refused(zero.StateError, "out="),))
 def written_by_out(run: Run) -> None:
     model = run.trained_model(Odd)
