@@ -131,6 +131,11 @@ class ShardedParameter(nn.Parameter):
         for event in place.span.events.data_assigned:
             event(self, values)
 
+    def set_(self, *source: Any, **named: Any) -> Any:
+        """Assign `data`: the parameter stays a view of its span."""
+        self.data = torch.empty(0, dtype=self.dtype, device=self.device).set_(*source, **named)
+        return self
+
     @property
     def grad(self) -> Tensor | None:
         raw = raw_grad(self)

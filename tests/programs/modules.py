@@ -321,6 +321,17 @@ def parametrized_later(run: Run) -> None:
     run.step(3)
 
 
+@program(reference="average", only=FP32)
+def parametrized_weights_assigned(run: Run) -> None:
+    """torch gives the parameter other memory (`set_`). State dicts have the values at once; training continues with them."""
+    model = run.trained_model(lambda: between(*(parametrizations.weight_norm(nn.Linear(16, 16)) for _ in range(2))))
+    for step in range(2):
+        model[2 * step].weight = torch.eye(16) / (2 + step)
+        name = f"{2 * step}.parametrizations.weight.original1"
+        run.see(run.trained[0].plain.state_dict()[name], "state dict")
+        run.step(step)
+
+
 @program(reference="average", only=FP32, more={"debug": (False, True)})
 def padded_evaluations(run: Run) -> None:
     """torch's encoder takes a padded batch apart into nested tensors, where no gradient is asked for."""
