@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -214,6 +215,10 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
                 f"parameter {name!r} is a {type(param).__name__}, a tensor made of others: it has no bytes of its own to be "
                 "cut into slices. Quantise into plain integer parameters (bitsandbytes' 4-bit ones), or shard first and "
                 "quantise a copy of the model for inference (copy.deepcopy)"
+            )
+        if param.layout is not torch.strided:
+            raise LayoutError(
+                f"parameter {name!r} has the layout {param.layout}, which cannot be cut into slices. Make it dense"
             )
         names.setdefault(param, []).append(name)
     if not names:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hf_zero as zero
-from tests.models import adamw
+from tests.models import adamw, mlp, sgd
 from tests.oracle import Refused, Run, program
 from tests.programs.usual import is_sharded
 
@@ -106,3 +106,10 @@ def tensors_made_of_others(run: Run) -> None:
     finally:
         if not torch.isfinite(model(torch.ones(1, 16))).all():
             raise AssertionError("the refused model does not run")
+
+
+@program(refused=(Refused(zero.LayoutError, r"'0\.weight' has the layout torch\.sparse_coo"),))
+def sparse_parameters(run: Run) -> None:
+    model = mlp()
+    model[0].weight = nn.Parameter(torch.eye(16).to_sparse())
+    run.shard(model, sgd(model))
