@@ -90,6 +90,14 @@ def parameters_and_gradients_as_objects(run: Run) -> None:
     assert isinstance(param.grad, Tensor)
     assert run.is_plain or run.optimizer.param_groups[0]["params"][0].dim() == 1
     assert run.is_plain or not (type(param) is nn.Parameter or type(param.grad) is Tensor)
+    kept = param.grad
+    for name in ("grad", "data"):
+        given = torch.ones(param.shape)
+        setattr(param, name, given)
+        given.zero_()
+        assert float(getattr(param, name).sum()) == (0 if run.is_plain else param.numel())
+        setattr(param, name, torch.full(param.shape, 0.5))
+    run.refuses(zero.StateError, "replaced or cleared since", lambda: kept + 0)
     run.update()
     state = run.optimizer.state[param]["exp_avg"] if run.is_plain else zero.full_optimizer_state(param, "exp_avg")
     run.see(state.shape, "shape of the state")
