@@ -40,16 +40,21 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--version",), ("--help",), *((name, "--help") for name in COMMANDS)], ids=" ".join
-)
-def test_help_loads_no_torch(arguments: tuple[str, ...]) -> None:
+def light(*arguments: str) -> str:
+    """Return what a command prints that must load nothing heavy."""
     ended = python("-c", LIGHT, *arguments)
-    status, spent_s, *heavy = ended.stdout.rpartition("LOADED")[2].split()
+    printed, _, found = ended.stdout.rpartition("LOADED")
+    status, spent_s, *heavy = found.split()
     assert status == "0", ended.stderr
     assert heavy == []
     assert float(spent_s) < 0.5  # of a processor, not of time: the machine's load does not matter
-    assert all(len(line) <= 100 for line in ended.stdout.splitlines())
+    assert all(len(line) <= 100 for line in printed.splitlines())
+    return printed
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_help_loads_no_torch(argument: str) -> None:
+    light(argument)
 
 
 def test_it_runs_as_a_module() -> None:
@@ -63,20 +68,15 @@ def test_a_shell_completes_commands_and_choices() -> None:
     assert ended.stdout.split() == ["plan"]
 
 
-def examples(command: str) -> list[list[str]]:
-    ended = python("-m", "hf_zero", command, "--help")
-    return [
-        shlex.split(line.strip()) for line in ended.stdout.splitlines() if re.match(r"  +(hf-zero|torchrun) ", line)
-    ]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_of_the_help_are_accepted(command: str) -> None:
-    """The command parses each to the end."""
+    """The command parses each to the end; the help loads no torch."""
     group: Any = typer.main.get_command(app)
-    shown = examples(command)
+    shown = [
+        line.strip() for line in light(command, "--help").splitlines() if re.match(r"  +(hf-zero|torchrun) ", line)
+    ]
     assert shown
-    for words in shown:
+    for words in map(shlex.split, shown):
         try:
             group.commands[command].make_context(command, words[words.index(command) + 1 :])
         except typer.BadParameter as error:
