@@ -149,7 +149,7 @@ DISKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "slow": lambda: instead(os, preadv=slow, pwritev=slow),
     **{
         f"at most {most} bytes a call": lambda most=most: instead(os, preadv=short(most), pwritev=short(most))  # type: ignore[misc]
-        for most in (5000, 100_000)
+        for most in (20_000, 100_000)
     },
 }
 

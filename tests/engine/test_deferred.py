@@ -51,7 +51,8 @@ def rows(name: str, world: int, roads: str) -> list[Setting]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_do_not_depend_on_when_messages_move(pools: dict[int, RankPool], name: str) -> None:
-    check(pools, name, rows(name, 2, "late")[::6])
+    """The rows that hold the most pairs."""
+    check(pools, name, rows(name, 2, "late")[:3])
 
 
 @pytest.mark.wide

@@ -162,17 +162,24 @@ def test_many_equal_blocks():
     assert len({repr(placement) for placement in found}) <= 9 + 4  # modes, and cuts between them
 
 
-def test_a_thousand_blocks_that_do_not_fit_are_refused_in_seconds():
-    """Matrices in bfloat16 and norms in float32: two kinds of spans, one thousand of each."""
+def refused_s(blocks: int) -> float:
+    """Seconds of a processor until blocks that do not fit are refused.
+
+    Matrices in bfloat16 and norms in float32: two kinds of spans, as many of each as there are blocks.
+    """
     specs = [
         [ParamSpec((f"h.{i}.{name}",), (numel,), "float32", compute, "float32")
          for name, numel, compute in (("w", 1 << 22, "bfloat16"), ("b", 1 << 12, "float32"))]
-        for i in range(1000)
+        for i in range(blocks)
     ]  # fmt: skip
     layout = Layout.build(((f"h.{i}", specs) for i, specs in enumerate(specs)), 64)
     started = time.process_time()
-    assert "is short of" in plan(inputs_for(layout, 100 << 20, 100 << 20, 0)).shortfall
-    assert time.process_time() - started < 30.0  # of a processor: minutes where cost grows with the square
+    assert "is short of" in plan(inputs_for(layout, 40 << 20, 40 << 20, 0)).shortfall
+    return time.process_time() - started
+
+
+def test_a_refusal_takes_no_time_that_grows_with_the_square_of_blocks():
+    assert refused_s(300) < 5.5 * refused_s(100)  # three times as long, or nine times
 
 
 def hard(*limits: int):

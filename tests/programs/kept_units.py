@@ -71,15 +71,6 @@ def one_step(run: Run, model: Any, optimizer: torch.optim.Optimizer, *steps: int
 @program(only=BUDGET, reference="average")
 def between_forward_and_backward(run: Run) -> None:
     """Other forwards, evaluations, a second backward, none at all."""
-    _between(run)
-
-
-@program(only={**BUDGET, **FP32, "wire": ("int8",)}, reference="average", loose=5.0)  # biases that hardly move
-def between_forward_and_backward_by_codes(run: Run) -> None:
-    _between(run)
-
-
-def _between(run: Run) -> None:
     with within_budget(run) as (model, optimizer):
         one_step(run, model, optimizer, 0, 1)
         for step in (2, 3, 4):  # accumulation
@@ -113,6 +104,23 @@ def _between(run: Run) -> None:
         loss_of(run, model, 16)
         model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
         one_step(run, model, optimizer, 17)
+
+
+@program(only={**BUDGET, **FP32, "wire": ("int8",)}, reference="average", loose=5.0)  # biases that hardly move
+def by_codes(run: Run) -> None:
+    with within_budget(run) as (model, optimizer):
+        one_step(run, model, optimizer, 0, 1)
+        for step in (2, 3):
+            loss_of(run, model, step).backward()
+        update(optimizer)
+        loss = loss_of(run, model, 4)
+        with torch.no_grad():
+            loss_of(run, model, 5)
+        loss.backward()
+        update(optimizer)
+        loss_of(run, model, 6)
+        model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
+        one_step(run, model, optimizer, 7)
 
 
 @program(only={**BUDGET, **FP32}, reference="average", loose=10.0)  # weights that jump amplify rounding

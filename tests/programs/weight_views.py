@@ -160,8 +160,8 @@ def stashes(run: Run, name: str, at: Callable[[int], bool] = WHEN["always"], rec
 
 def keeps(name: str) -> None:
     def run_it(run: Run) -> None:
-        for at in WHEN.values():
-            stashes(run, name, at)
+        for when in WHEN if name in ("detach", "used") else ("once", "late"):
+            stashes(run, name, WHEN[when])
             run.loop(steps=STEPS)
 
     run_it.__name__ = f"{name}_is_kept"
