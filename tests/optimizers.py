@@ -380,3 +380,68 @@ class Counts(Layerwise):
                 if p.grad is not None:
                     rate = self.rate(p) if self.by_layer else 1.0
                     p.sub_(group["lr"] * rate * p.grad / (self.k if self.where == "own" else group["k"]))
+
+
+STATES: dict[str, Callable[[Tensor], Any]] = {
+    "shape (1,)": lambda param: torch.ones(1),
+    "shape (1, 1)": lambda param: torch.ones(1, 1),
+    "shape ()": lambda param: torch.ones(()),
+    "int (1,)": lambda param: torch.ones(1, dtype=torch.int64),
+    "float64": lambda param: torch.ones(1, dtype=torch.float64),
+    "float": lambda param: 1.0,
+    "int": lambda param: 1,
+    "none": lambda param: None,
+    "text": lambda param: "text",
+    "list": lambda param: [1.0, 2],
+    "tuple": lambda param: (1.0, 2, None),
+    "tensors in a tuple": lambda param: (torch.ones(1), torch.ones(())),
+    "bool": lambda param: torch.zeros((), dtype=torch.bool),
+    "bools": lambda param: torch.zeros_like(param, dtype=torch.bool),
+    "ints": lambda param: torch.zeros_like(param, dtype=torch.int32),
+    "bfloat16": lambda param: torch.zeros_like(param, dtype=torch.bfloat16),
+    "empty": lambda param: torch.zeros(0),
+    "rows": lambda param: torch.zeros(param.shape[:1]),
+    "two": lambda param: torch.ones(2),
+}
+"""By kind: a state beside momentum."""
+
+
+class States(EachParameter):
+    """SGD with momentum and a state of a kind, which changes in each step and gives the rate where it is one number.
+
+    `late`: the state comes in the fourth step.
+    """
+
+    def __init__(self, params, kind: str, late: bool = False):
+        super().__init__(params, 0.05)
+        self.kind, self.late = kind, late
+
+    def update(self, p, group):
+        state = self.state[p]
+        if not state:
+            state.update(momentum=torch.zeros_like(p), count=0)
+        if "x" not in state and state["count"] == 3 * self.late:
+            state["x"] = STATES[self.kind](p)
+        state["count"] += 1
+        state["momentum"].mul_(0.9).add_(p.grad)
+        p.sub_(state["momentum"], alpha=group["lr"] * self.rate(state))
+
+    def rate(self, state: dict[str, Any]) -> float:
+        x = state.get("x")
+        sample = STATES[self.kind](torch.zeros(3))  # not of the parameter, which may have one element itself
+        is_single = isinstance(sample, Tensor) and sample.numel() == 1
+        if isinstance(x, Tensor) and is_single and x.dtype != torch.bool:
+            x.add_(1)
+            return 1 / float(x)
+        if isinstance(x, Tensor) and not is_single and x.numel():
+            state["x"] = ~x if x.dtype == torch.bool else x + 1
+        if isinstance(x, Tensor) and x.dtype == torch.bool and not x.dim():
+            state["x"] = ~x
+            return 0.5 + 0.5 * float(x)
+        if isinstance(x, float | int):
+            state["x"] = x + 1
+            return 1 / (x + 1)
+        if isinstance(x, list | tuple):
+            state["x"] = type(x)([x[0] + 1, *x[1:]])
+            return 1 / float(x[0] + 1)
+        return 1.0

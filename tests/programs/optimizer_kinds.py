@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_zero as zero
 from tests import optimizers as own
-from tests.models import Mixed, adamw, mlp, token_loss
+from tests.models import Mixed, adamw, inputs, mlp, token_loss
 from tests.oracle import Refused, Run, program
 from tests.programs.usual import FP32, is_sharded
 from tests.settings import FACTORS, Setting
@@ -203,6 +204,59 @@ def warm_and_let_go(run: Run) -> None:
     step(2, model, True)
 
 
+# With states of any kind -------------------------------------------------------------------------------------------------
+
+CAST = ("bfloat16", "float64")
+"""Kinds of which a plain optimizer's state is cast to the parameter's type: by torch's own `load_state_dict`, at the start and
+by `engine.detach`."""
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1), nn.Linear(1, 1))
+
+
+def with_states(kind: str, late: bool = False) -> None:
+    """The optimizer has states before the model is sharded. They are saved, loaded, and go on in plain PyTorch."""
+
+    def run_it(run: Run) -> None:
+        plain = run.build(small)
+        optimizer = own.States(plain.parameters(), kind, late)
+
+        def step(number: int, model: Any, who: int) -> None:
+            model(inputs(who, number, 2, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if kind not in CAST:
+            step(0, plain, 0)
+        model = run.shard(plain, optimizer)
+        for number in range(1, 5):
+            step(number, model, run.rank)
+        if run.is_plain:
+            weights, states = copy.deepcopy(plain.state_dict()), copy.deepcopy([*optimizer.state.values()])
+        else:
+            run.save(model)
+        step(5, model, run.rank)
+        if run.is_plain:
+            plain.load_state_dict(weights)
+            optimizer.state.update(zip(optimizer.state, states))
+        else:
+            run.load(model)
+        step(6, model, run.rank)
+        if kind not in CAST:
+            run.detach(model)
+            step(7, plain, 0)
+
+    run_it.__name__ = f"state_{kind}{'_late' if late else ''}".replace(" ", "_")
+    program(run_it, only={**FP32, **UPDATES})
+
+
+for _kind in own.STATES:
+    with_states(_kind)
+for _kind in ("shape (1,)", "ints", "tuple"):
+    with_states(_kind, late=True)
+
+
 # Refused ----------------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +325,10 @@ UNSUPPORTED: dict[str, tuple[Build, str]] = {
         odd(TwoTensor(torch.ones(2), torch.ones(2)), False),
         "Keeps cannot (.|\n)*'odd'(.|\n)*cannot be saved",
     ),
+    **{
+        f"a state that is {held!r}": (odd(held, False), "Keeps cannot (.|\n)*'odd'(.|\n)*cannot be saved")
+        for held in ({"a": 1.0}, [torch.ones(2)], 1 + 2j, torch.ones(1, dtype=torch.complex64))
+    },
     "talks": (own.Talks, r"Talks cannot (.|\n)*communicates by itself \(allreduce_\)"),
 }
 
