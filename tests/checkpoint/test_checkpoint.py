@@ -218,6 +218,23 @@ def without(rank: int, world: int, folder: Path) -> None:
     with pytest.raises(zero.CheckpointError, match="weights holds no optimizer state"):
         engine.load(folder / "weights", load_optimizer=True)
     engine.load(folder / "weights")
+    engine.save(folder / "behind", async_save=True)
+    if rank == 1:
+        optimizer.state.clear()
+    with pytest.raises(zero.CheckpointError, match="not every rank has made the same steps"):
+        engine.save(folder / "behind")
+    engine.wait_for_save()
+    engine.exchange(None)
+    assert not [*folder.glob(".*"), *(folder / "behind").glob(".*")]
+    for other in (torch.optim.SGD, torch.optim.Adam):  # Adam's options would be replaced by AdamW's
+        model = Zoo()
+        groups = [{"params": group["params"]} for group in optimizer_of("adamw", model).param_groups]
+        optimizer = other(groups, lr=1e-4)
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=1))
+        with pytest.raises(zero.CheckpointError, match=f"state of AdamW.*optimizer is {other.__name__}"):
+            engine.load(folder / "all")
+        assert optimizer.param_groups[0]["lr"] == 1e-4
+        engine.load(folder / "all", load_optimizer=False)
     torch.manual_seed(9)
     model = Zoo()
     engine = zero.shard(model, None, zero.ZeroConfig(stage=2))

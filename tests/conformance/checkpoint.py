@@ -110,7 +110,7 @@ def plain_files(folder: Path, expected: Expected) -> None:
                 states.setdefault(key, {})[name] = value
     for key, values in states.items():
         stored: dict[str, Tensor] = {}
-        for path in (folder / "optimizer").glob(f"{key}[.-]*safetensors"):
+        for path in folder.glob(f"optimizer*/{key}[.-]*safetensors"):
             stored.update(load_file(path))
         same(stored, values, key)
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import hf_zero as zero
 from tests.conformance.checkpoint import Expected, check_checkpoint
 from tests.kit.pool import RankPool
+from tests.optimizers import STATES, Shampoo, States
 from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
@@ -56,7 +57,19 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=1e-1)
     if kind == "momentum":
         return torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
+    if kind == "shampoo":
+        return Shampoo([p for p in params if p.numel()])
+    if kind in STATES:
+        return States(params, kind)
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
+
+
+def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    if kind != "muon and adamw":
+        return [optimizer_of(kind, model)]
+    matrices = [model.body[0][0].weight, model.body[1][0].weight]
+    others = [p for p in model.parameters() if p.requires_grad and not any(p is each for each in matrices)]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,10 @@ ROWS: dict[str, Row] = {
     "fp16 masters": Row(Setting(3, 2), dtype=torch.float16),
     "four": Row(Setting(4, 3, "none/cpu"), limit="1KB", behind=True),
     "replicas": Row(Setting(4, 2, "disk", replicas=2), "amsgrad"),
+    "full matrices": Row(Setting(4, 1), "shampoo"),
+    "two optimizers": Row(Setting(2, 3, "disk/disk"), "muon and adamw"),
+    "a state of truths": Row(Setting(3, 3), "bools"),
+    "a state of several tensors": Row(Setting(1, 1), "tensors in a tuple"),
 }
 READERS: tuple[tuple[int, str, int], ...] = (
     (3, "none", 1), (2, "disk", 1), (1, "cpu", 1), (3, "disk/disk", 2), (0, "none", 1), (3, "cpu/cpu", 1),
@@ -111,13 +128,15 @@ class Job:
         torch.manual_seed(seed)
         self.row, self.rank, self.world = row, rank, setting.ranks
         self.model = Zoo().to(row.dtype)
-        self.optimizer = optimizer_of(row.optimizer, self.model)
+        self.optimizers = optimizers_of(row.optimizer, self.model)
         names = {id(p): name for name, p in self.model.named_parameters()}
-        self.order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        self.orders = [
+            [names[id(p)] for group in optimizer.param_groups for p in group["params"]] for optimizer in self.optimizers
+        ]
         mixed = "bf16" if setting.precision == "bf16" else "no"
         config = zero.ZeroConfig(**setting.config(str(place / "tier")))
-        self.engine = zero.shard(self.model, self.optimizer, config, mixed_precision=mixed)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.engine = zero.shard(self.model, self.optimizers, config, mixed_precision=mixed)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 1, 0.5)
 
     def train(self, *steps: int) -> list[float]:
         losses = []
@@ -125,8 +144,9 @@ class Job:
             ids = torch.randint(0, 23, (3, 5), generator=torch.Generator().manual_seed(100 * step + self.rank))
             loss = F.cross_entropy(self.model(ids).float(), ids.flatten())
             loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             losses.append(loss.item())
         return losses
 
@@ -138,14 +158,17 @@ class Job:
         self.engine.save(folder, objects={"scheduler": self.scheduler}, **options)
 
     def found(self) -> Expected | None:
-        weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        weights, states = self.model.state_dict(), [optimizer.state_dict() for optimizer in self.optimizers]
         if self.rank:
             return None
         assert weights.pop("head.weight") is weights["embed.weight"]
         assert "passing" not in weights
-        state = {self.order[at]: dict(entries) for at, entries in optimizer["state"].items()}
-        copied = {name: {key: _copy(value) for key, value in entries.items()} for name, entries in state.items()}
-        options = [*optimizer["param_groups"], self.scheduler.state_dict()]
+        copied = {
+            order[at]: {key: _copy(value) for key, value in entries.items()}
+            for order, state in zip(self.orders, states)
+            for at, entries in state["state"].items()
+        }
+        options = [*(group for state in states for group in state["param_groups"]), self.scheduler.state_dict()]
         limit = 1000 if self.row.limit == "1KB" else 1 << 60
         return Expected({name: value.clone() for name, value in weights.items()}, copied, options, limit)
 
