@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,21 +75,6 @@ def test_a_hook_that_removes_itself_runs_before_the_engine(trained: Any) -> None
         backward(model)
         optimizer.step()
     assert seen == ["before"]
-
-
-def test_a_signal_waits_for_the_end_of_the_step(trained: Any) -> None:
-    model, optimizer, _ = trained
-    backward(model)
-    optimizer.register_step_post_hook(lambda *_: seen.append("stepped"))
-    seen: list[str] = []
-    former = signal.signal(signal.SIGALRM, lambda *_: seen.append("signal"))
-    handle = optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(signal.SIGALRM))
-    try:
-        optimizer.step()
-    finally:
-        handle.remove()
-        signal.signal(signal.SIGALRM, former)
-    assert seen == ["stepped", "signal"]
 
 
 def test_a_step_past_the_instance_is_a_step(trained: Any) -> None:

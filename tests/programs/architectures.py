@@ -343,14 +343,6 @@ class HollowStack(Stack):
     block = Hollow
 
 
-class UsedByOne(Stack):
-    """Ranks take turns to run the middle block."""
-
-    def forward(self, tokens: Tensor, is_whole: bool = True) -> Tensor:
-        x = self.blocks[0](self.embed(tokens))
-        return self.head(self.blocks[2](self.blocks[1](x) if is_whole else x))
-
-
 architecture("odd_shapes", OddShapes)
 architecture("read_last", ReadLast)
 architecture("last_block_only", LastBlockOnly)
@@ -370,12 +362,6 @@ architecture("shared_by_a_chain", Chain, on_features)
 architecture("small_parameters", GatedStack)
 architecture("blocks_of_single_numbers", GatesStack)
 architecture("empty_parameters_of_another_type", HollowStack, optimizer=sgd_without_state)
-
-
-@trained_on(UsedByOne, only={"stage": (0, 1, 2)})
-def block_used_by_one_rank(run: Run, step: int) -> Tensor:
-    tokens = run.ids(step)
-    return token_loss(run.model(tokens, run.world == 1 or run.rank == step % run.world), tokens)
 
 
 class Ragged(nn.Module):

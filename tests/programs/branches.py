@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.models import mlp, sgd
+from tests.models import mlp
 from tests.oracle import Run, program
 from tests.programs.usual import FP32, trained_on
 
@@ -66,33 +66,6 @@ def early_exit(run: Run) -> None:
         return o.square().mean()
 
     run.loop(loss)
-
-
-@program(reference="average")
-def bad_batches(run: Run) -> None:
-    """A forward that raises is passed over."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp(depth=4)
-
-        def forward(self, x: Tensor, is_bad: bool) -> Tensor:
-            for number, layer in enumerate(self.layers):
-                if is_bad and number == 4:
-                    raise ValueError("a bad batch")
-                x = layer(x)
-            return x
-
-    model = Net()
-    run.shard(model, sgd(model))
-    for t in range(5):
-        try:
-            model(run.inputs(t, 4, 16), t in (1, 2)).square().mean().backward()
-        except ValueError:
-            continue
-        run.optimizer.step()
-        run.optimizer.zero_grad()
 
 
 class Rare(nn.Module):

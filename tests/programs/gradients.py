@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.models import Odd, adamw, mlp, sgd
+from tests.models import Odd, mlp, sgd
 from tests.oracle import Refused, Run, program
 from tests.programs.usual import FP32, before_steps, is_sharded, same_on_ranks, see_gradients
 
@@ -18,18 +18,6 @@ from tests.programs.usual import FP32, before_steps, is_sharded, same_on_ranks, 
 def grad_edit(run: Run, t: int) -> None:
     for p in run.model.parameters():
         p.grad.mul_(0.5)
-
-
-@before_steps
-def grad_assign(run: Run, t: int) -> None:
-    for p in run.model.parameters():
-        p.grad = torch.ones_like(p)
-
-
-@before_steps
-def clip_foreach_value(run: Run, t: int) -> None:
-    run.sync_gradients()
-    nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
 
 
 @before_steps
@@ -52,24 +40,6 @@ def slices_reduced_by_hand(run: Run, t: int) -> None:
         if run.world > 1:
             dist.all_reduce(p.grad)
             p.grad /= run.world
-
-
-@program(reference="average")
-def set_to_zero(run: Run) -> None:
-    run.mlp()
-    for t in range(4):
-        run.loss(t).backward()
-        run.update(set_to_none=False)
-
-
-@program(reference="average")
-def grad_twice_zero_none(run: Run) -> None:
-    run.mlp(adamw)
-    for t in range(4):
-        for k in range(2):
-            run.loss(t + k).backward()
-        run.clip_grad_norm_(run.model, 0.1)
-        run.update(set_to_none=t % 2 == 0)
 
 
 class TwoSquares(nn.Module):
@@ -163,6 +133,8 @@ def norms_and_edits(run: Run) -> None:
         see_gradients(run, model, "edited gradient")
         run.update()
         run.see([p.grad is None for p in params], "cleared")
+    other = [nn.Parameter(torch.zeros(3))]
+    run.refuses(zero.LayoutError, "not of the sharded model", lambda: run.clip_grad_norm_(model, 1.0, parameters=other))
 
 
 def _clear_all(model: nn.Module) -> None:
@@ -365,21 +337,6 @@ def clipped_after_the_update(run: Run) -> None:
     run.shard(model, sgd(model), step_in_backward=True)
     run.loss(0).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-@program
-def loss_scaler(run: Run) -> None:
-    model = run.trained_model(Odd)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    for step in range(3):
-        scaler.scale(run.loss(step)).backward()
-        run.see([p.grad.norm() for p in model.first.parameters()][0], "norm of a scaled gradient")
-        scaler.unscale_(run.optimizer)
-        run.see(torch.stack([p.grad.norm() for p in model.parameters()]).norm(), "norm of unscaled gradients")
-        run.see(nn.utils.clip_grad_norm_(model.parameters(), 1e-3), "norm")
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
 
 
 @program(only=FP32)

@@ -57,14 +57,6 @@ def jacrev(run: Run, t: int) -> Tensor:
 
 
 @trained_on()
-def gradient_penalty(run: Run, t: int) -> Tensor:
-    x = run.inputs(t, 4, 16).requires_grad_()
-    loss = run.model(x).square().mean()
-    (g,) = torch.autograd.grad(loss, x, create_graph=True)
-    return loss + g.square().sum()
-
-
-@trained_on()
 def forward_mode(run: Run, t: int) -> Tensor:
     x = run.inputs(t, 4, 16)
     with forward_ad.dual_level():

@@ -70,18 +70,6 @@ def llama_grouped_heads(run: Run) -> None:
     _labelled(run, run.build(llama))
 
 
-@program(reference="average")
-def two_forwards_one_backward(run: Run) -> None:
-    model = run.build(lambda: LanguageModel(root=True))
-    optimizer = sgd(model)
-    run.shard(model, optimizer)
-    for step in range(4):
-        one, two = ids(run.rank, step), ids(run.rank, step + 100)
-        (token_loss(model(one), one) + token_loss(model(two), two).square()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @program(more={"debug": (False, True)})
 def clip_by_value(run: Run) -> None:
     model = run.build(mlp)
@@ -105,19 +93,6 @@ def clip_by_torch(run: Run) -> None:
         run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5), "norm")
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-
-
-@program
-def evaluates_between_steps(run: Run) -> None:
-    model = run.build(mlp)
-    optimizer = sgd(model)
-    model = run.shard(model, optimizer)
-    for step in range(3):
-        model(inputs(run.rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            run.see(model(torch.ones(2, 16)), "evaluation")
 
 
 @program(more={"ranks": (1, 2), "wire": ("none", "int8"), "debug": (False, True)})

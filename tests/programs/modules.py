@@ -229,18 +229,6 @@ def complex_params(run: Run, t: int) -> Tensor:
     return run.model(run.inputs(t, 4, 8)).square().mean()
 
 
-def with_empty_ones() -> nn.Module:
-    model = mlp()
-    model.register_parameter("e", nn.Parameter(torch.zeros(0, 4)))
-    model.register_parameter("none", None)
-    return model
-
-
-@trained_on(with_empty_ones)
-def zero_size(run: Run, t: int) -> Tensor:
-    return nn.Sequential.forward(run.model, run.inputs(t, 4, 16)).square().mean()
-
-
 @program(reference="average")
 def clipped_doubles(run: Run) -> None:
     """The norm has the gradients' digits."""

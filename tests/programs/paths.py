@@ -170,12 +170,6 @@ def losses_on_the_first_block_by_rank(run: Run) -> None:
         run.update()
 
 
-@trained_on(LanguageModel)
-def auxiliary_losses(run: Run, step: int) -> Tensor:
-    loss = language_model_loss(run, step)
-    return loss + sum(block.seen.square().mean() for block in run.model.body.blocks)
-
-
 @trained_on(LanguageModel, **OTHER_RANKS)
 def loss_depth_by_rank(run: Run, step: int) -> Tensor:
     """Ranks run the same forward and take the loss from different depths."""
@@ -248,16 +242,6 @@ def head_weight_read_in_the_loss(run: Run, step: int) -> Tensor:
 def tied_weight_read_in_the_loss(run: Run, step: int) -> Tensor:
     model, ids = run.model, run.ids(step)
     return token_loss(F.linear(model.body(ids), model.heads[0].weight), ids)
-
-
-@trained_on(LanguageModel)
-def parts_of_blocks_called(run: Run, step: int) -> Tensor:
-    """The blocks' modules are called, the blocks are not."""
-    model, ids = run.model, run.ids(step)
-    x = model.body.embed(ids)
-    for block in model.body.blocks:
-        x = x + block.down(torch.tanh(block.up(block.norm(x))))
-    return token_loss(model.heads[0](model.body.norm(x)), ids)
 
 
 def _checkpointed(run: Run, step: int, use_reentrant: bool) -> Tensor:

@@ -14,8 +14,9 @@ from tests.programs.clearing import Spectral
 from tests.programs.usual import of_groups
 
 Optimizers = list[torch.optim.Optimizer]
-CULPRITS = {1: ("blocks.0.0.weight", 0, math.inf), 3: ("head.bias", 1, math.nan), 4: ("blocks.1.0.bias", 1, math.inf)}
+CULPRITS = {0: ("blocks.0.0.weight", 0, math.inf), 3: ("head.bias", 1, math.nan), 4: ("blocks.1.0.bias", 1, math.inf)}
 """By step: the parameter of which one element overflows, on which rank."""
+PRECISIONS = {"precision": ("fp32", "bf16", "fp16")}
 
 
 class Net(nn.Module):
@@ -86,6 +87,8 @@ def _train(run: Run, optimizers: Callable[[list[nn.Parameter]], Optimizers], hal
         scaler.scale(model(run.inputs(10 * step + 9, 4, 8)).float().square().mean() / micros).backward()
         if handle is not None:
             handle.remove()
+        if not name:
+            run.see(nn.utils.get_total_norm([p.grad for p in plain.parameters()]), "norm of scaled gradients")
         if step % 2 or step > 5:
             for opt in opts:
                 scaler.unscale_(opt)
@@ -101,12 +104,12 @@ def _train(run: Run, optimizers: Callable[[list[nn.Parameter]], Optimizers], hal
         run.see(scaler.get_scale(), "the scale")
 
 
-@program(more={"ranks": (2, 3)})
+@program(more={"ranks": (2, 3), **PRECISIONS})
 def one_optimizer(run: Run) -> None:
     _train(run, one)
 
 
-@program
+@program(more=PRECISIONS)
 def one_fused_optimizer(run: Run) -> None:
     _train(run, fused)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import signal
@@ -28,23 +27,6 @@ def generates_other_lengths(run: Run) -> None:
         tokens = run.ids(step)
         model(input_ids=tokens, labels=tokens).loss.backward()
         run.update()
-
-
-@after_steps(3, only=FP32)
-def evaluated_in_bfloat16(run: Run, step: int) -> None:
-    engine, x = run.engine_of(run.model), run.inputs(9)
-    with torch.no_grad():
-        exact = run.model(x)
-        if engine is None:
-            found = copy.deepcopy(run.model.module if hasattr(run.model, "module") else run.model).bfloat16()(
-                x.bfloat16()
-            )
-        else:
-            with engine.shown_in(torch.bfloat16):
-                found = run.model(x.bfloat16())
-    run.see(
-        (str(found.dtype), torch.equal(found, exact), torch.allclose(found.float(), exact, atol=0.05)), "evaluation"
-    )
 
 
 @program(reference="average", more={"ranks": (1, 2)})

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import hf_zero as zero
 from tests.models import LanguageModel, adamw, token_loss
 from tests.oracle import Run, program
 from tests.programs.accessors import (
@@ -19,8 +18,6 @@ from tests.programs.accessors import (
     set_full_parameter,
 )
 from tests.programs.usual import FP32
-
-SCALED = {"precision": ("fp32", "bf16", "fp16")}
 
 
 def tokens(run: Run, model: Any, step: int) -> Tensor:
@@ -43,60 +40,6 @@ def gradients_kept_over_steps(run: Run) -> None:
         if step == 2:
             optimizer.step()
     run.clip_grad_norm_(model, float("inf"))
-
-
-@program
-def clipped_by_every_norm(run: Run) -> None:
-    """Of all and of some parameters, by value too; also after the whole was clipped."""
-    model = run.build(LanguageModel)
-    optimizer = adamw(model)
-    model = run.shard(model, optimizer)
-    for step in range(3):
-        tokens(run, model, step).backward()
-        for norm_type in (1.0, 2.0, 3.0, float("inf")):
-            run.clip_grad_norm_(model, float("inf"), norm_type=norm_type)
-        some = list(model.body.blocks[1].parameters())
-        if step == 0:
-            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-        elif step == 1:
-            nn.utils.clip_grad_value_(some, 1e-3)
-        run.clip_grad_norm_(model, 0.5)
-        run.clip_grad_norm_(model, 0.01, parameters=some)
-        optimizer.step()
-        optimizer.zero_grad()
-    other = nn.Parameter(torch.zeros(3))
-    run.refuses(
-        zero.LayoutError, "not of the sharded model", lambda: run.clip_grad_norm_(model, 1.0, parameters=[other])
-    )
-
-
-def _scaled(run: Run, **options: Any) -> None:
-    model = run.build(LanguageModel)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **options)
-    model = run.shard(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    for step, bad in enumerate([(0,), (), (), (1,), (0, 1), ()]):
-        loss = tokens(run, model, step)
-        scaler.scale(loss * (float("inf") if run.rank in bad else 1.0)).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-            run.clip_grad_norm_(model, 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        run.see(scaler.get_scale(), "the scale")
-        run.see(loss, "loss")
-
-
-@program(more=SCALED)
-def scaled_losses(run: Run) -> None:
-    """An overflow on one rank skips the step on all, the first one included; the scale follows torch's rule."""
-    _scaled(run)
-
-
-@program(more=SCALED)
-def scaled_losses_of_a_fused_optimizer(run: Run) -> None:
-    _scaled(run, fused=True)
 
 
 @program(only=FP32, loose=100.0)  # computed in float16
@@ -123,31 +66,18 @@ class ByKeyword(torch.optim.SGD):
         return super().step(closure)
 
 
-def _with_closures(run: Run, optimizer: torch.optim.Optimizer, model: Any, keyword: bool) -> None:
-    model = run.shard(model, optimizer)
+@program
+def closures_by_keyword(run: Run) -> None:
+    model = run.trained_model(LanguageModel, lambda model: ByKeyword(model.parameters(), lr=1e-1))
     for step in range(3):
 
         def closure(step: int = step) -> float:
-            optimizer.zero_grad()
+            run.optimizer.zero_grad()
             loss = tokens(run, model, step)
             loss.backward()
             return loss.item()
 
-        run.see(
-            optimizer.step(closure=closure) if keyword or step == 0 else optimizer.step(closure), "the closure's loss"
-        )
-
-
-@program
-def closures(run: Run) -> None:
-    model = run.build(LanguageModel)
-    _with_closures(run, adamw(model), model, keyword=False)
-
-
-@program
-def closures_by_keyword(run: Run) -> None:
-    model = run.build(LanguageModel)
-    _with_closures(run, ByKeyword(model.parameters(), lr=1e-1), model, keyword=True)
+        run.see(run.optimizer.step(closure=closure), "the closure's loss")
 
 
 @program(only=FP32)

@@ -30,44 +30,36 @@ def _evaluate(run: Run, what: str) -> None:
     run.see(run.model(input_ids=run.ids(90)).logits, f"evaluation {what}")
 
 
-def _inside(run: Run, in_compute_dtype: bool) -> None:
+@program(reference="average", more=RANKS)
+def used_inside(run: Run) -> None:
     model = run.trained_model(gpt2, adamw)
     engine = run.engine_of(model)
     _step(run, 0)
     _evaluate(run, "before")
-    with run.unsharded(model, in_compute_dtype=in_compute_dtype):
-        for name, param in model.named_parameters():
-            run.see(param.float(), f"{name} inside")
-            run.see(param.is_contiguous(), f"whether {name} is whole")
-        before = engine.traffic.to_dict() if engine is not None else {}
-        for _ in range(2):
-            _evaluate(run, "inside")
-        prompt = run.ids(0)[:, :3]
-        tokens = model.generate(prompt, max_new_tokens=2 + 3 * run.rank, do_sample=False, pad_token_id=0)
-        run.see(tokens.shape[1] <= 5 + 3 * run.rank, "whether each rank generates as much as it likes")
-        if run.rank == 0:
-            _evaluate(run, "of one rank")
-        with run.unsharded(model.transformer), run.gathered(model):
-            run.see(model.lm_head.weight.float(), "weight in nested contexts")
-        if engine is not None:
-            assert engine.traffic.to_dict() == before, "something was sent inside"
-        state = model.state_dict()
-        run.see(state["lm_head.weight"].float() if run.rank == 0 else None, "weight of the state dict")
-    if run.setting.stage == 3 and is_sharded(run.setting) and not run.setting.kept:
-        assert all(map(without_memory, model.parameters())), "parameters are not released"
-    _evaluate(run, "after")
-    for step in (1, 2):
-        _step(run, step)
-
-
-@program(reference="average", more=RANKS)
-def used_inside(run: Run) -> None:
-    _inside(run, False)
-
-
-@program(reference="average", more=RANKS)
-def used_inside_in_the_compute_type(run: Run) -> None:
-    _inside(run, True)
+    for in_compute_dtype in (False, True):
+        with run.unsharded(model, in_compute_dtype=in_compute_dtype):
+            for name, param in model.named_parameters():
+                run.see(param.float(), f"{name} inside")
+                run.see(param.is_contiguous(), f"whether {name} is whole")
+            before = engine.traffic.to_dict() if engine is not None else {}
+            for _ in range(2):
+                _evaluate(run, "inside")
+            prompt = run.ids(0)[:, :3]
+            tokens = model.generate(prompt, max_new_tokens=2 + 3 * run.rank, do_sample=False, pad_token_id=0)
+            run.see(tokens.shape[1] <= 5 + 3 * run.rank, "whether each rank generates as much as it likes")
+            if run.rank == 0:
+                _evaluate(run, "of one rank")
+            with run.unsharded(model.transformer), run.gathered(model):
+                run.see(model.lm_head.weight.float(), "weight in nested contexts")
+            if engine is not None:
+                assert engine.traffic.to_dict() == before, "something was sent inside"
+            state = model.state_dict()
+            run.see(state["lm_head.weight"].float() if run.rank == 0 else None, "weight of the state dict")
+        if run.setting.stage == 3 and is_sharded(run.setting) and not run.setting.kept:
+            assert all(map(without_memory, model.parameters())), "parameters are not released"
+        _evaluate(run, "after")
+        for step in (1, 2):
+            _step(run, step)
 
 
 class _LoopError(Exception):

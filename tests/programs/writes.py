@@ -14,19 +14,6 @@ from tests.programs.gradients import TwoSquares
 from tests.programs.usual import FP32, after_steps, after_two_steps, is_sharded, see_weights
 
 
-@after_two_steps()
-def init_again(run: Run) -> None:
-    model = run.model
-    torch.manual_seed(5)
-    model[0].reset_parameters()
-    nn.init.ones_(model[2].bias)
-
-
-@after_two_steps()
-def data_assign(run: Run) -> None:
-    run.model[0].weight.data = torch.eye(16)
-
-
 @after_two_steps(refused=(Refused(zero.StateError, "'0.weight' was replaced by another parameter"),))
 def param_replaced(run: Run) -> None:
     run.model[0].weight = nn.Parameter(torch.eye(16))
@@ -121,23 +108,6 @@ def broadcast_by_hand(run: Run, t: int) -> None:
 
 
 @program(reference="average", only=FP32)
-def ema_swap(run: Run) -> None:
-    model = run.mlp()
-    shadow = {n: p.data.clone() for n, p in model.named_parameters()}
-    for t in range(4):
-        run.step(t)
-        for n, p in model.named_parameters():
-            shadow[n] = 0.5 * shadow[n] + 0.5 * p.data
-        backup = {n: p.data.clone() for n, p in model.named_parameters()}
-        for n, p in model.named_parameters():
-            p.data = shadow[n].clone()
-        with torch.no_grad():
-            run.see(model(torch.ones(2, 16)).sum())
-        for n, p in model.named_parameters():
-            p.data = backup[n]
-
-
-@program(reference="average", only=FP32)
 def ema_swap_alias(run: Run) -> None:
     model = run.mlp()
     shadow = {n: p.data.clone() for n, p in model.named_parameters()}
@@ -151,20 +121,6 @@ def ema_swap_alias(run: Run) -> None:
             run.see(model(torch.ones(2, 16)).sum())
         for n, p in model.named_parameters():
             p.data = backup[n]
-
-
-@program(reference="average", only=FP32)
-def perturb(run: Run) -> None:
-    model = run.mlp(adamw)
-    for t in range(4):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.01)
-        run.loss(t).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(0.01)
-        run.update()
 
 
 @program(reference="average", only=FP32)
@@ -434,3 +390,47 @@ def digits_of_what_is_not_written(run: Run) -> None:
             torch.allclose(full_parameter(run, param), expected[name], atol=4e-3, rtol=8e-3), f"whether {name} is back"
         )
     run.step(1)
+
+
+class Adapted(nn.Module):
+    """Each block has frozen and trained parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"base": nn.Linear(16, 16), "added": nn.Linear(16, 16), "norm": nn.LayerNorm(16)})
+            for _ in range(3)
+        )
+        self.head = nn.Linear(16, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block["norm"](x + block["base"](x) + block["added"](x))
+        return self.head(x)
+
+
+def partly_frozen(model: nn.Module, frozen: set[str]) -> torch.optim.Optimizer:
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+def bases(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters() if "base" in name}
+
+
+@program(reference="average", only={**FP32, "stage": (1, 2, 3)})
+def written_by_its_owner(run: Run) -> None:
+    """The rank that owns a frozen parameter writes it; `engine.refresh()` comes steps later."""
+    model = run.build(Adapted)
+    run.shard(model, partly_frozen(model, bases(model)))
+    engine, param = run.engine_of(model), model.blocks[0]["base"].bias
+    if engine is None:
+        param.data.add_(1)
+    elif len(mine := zero.local_parameter(param)):
+        zero.set_local_parameter(param, mine + 1)
+    run.loop(lambda step: model.head(run.inputs(step)).square().mean(), 2)
+    if engine is not None:
+        engine.refresh()
+    with run.unsharded(model):
+        run.see(param, "written parameter")

@@ -18,7 +18,6 @@ from tests.oracle import Run
 from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
-TEXT = "".join(kind.__doc__ or "" for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.MultiheadAttention))
 APART = {"int8": 1 / 127, "fp8": 1 / 8}
 """Neighbouring codes at most, as a share of the largest value of a block."""
 
@@ -219,43 +218,6 @@ def test_a_resume_has_the_exact_masters(pools: dict[int, RankPool], tmp_path: Pa
         mine, goes_on = pools[world].run(resumes, folder, stage)[0]
         assert all(torch.equal(value, half[name]) for name, value in mine.items()), (world, stage)
         assert world != 2 or goes_on == after, "to the bit"
-
-
-# Learning -------------------------------------------------------------------------------------------------------------
-
-
-def learns(rank: int, world: int, name: str, stage: int, seed: int) -> list[float]:
-    """Characters of a text, a small GPT-2; `seed`: of the order in which the text is read."""
-    tokens = torch.tensor(list(TEXT.encode("ascii", "replace"))) % 128
-    torch.manual_seed(0)
-    model = gpt2(n_embd=64, vocab_size=128)
-    engine = zero.shard(model, adamw(model, lr=3e-3), zero.ZeroConfig(stage=stage, wire=name))
-    found = []
-    for number in range(60):
-        generator = torch.Generator().manual_seed(10_000 * seed + 100 * number + rank)
-        at = torch.randint(0, len(tokens) - 16, (8,), generator=generator)
-        ids = torch.stack([tokens[start : start + 16] for start in at.tolist()])
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-@pytest.mark.wide
-def test_a_model_learns_as_without_codes(two: RankPool) -> None:
-    """The loss at the end is within what another order of the same text makes of it, on either side."""
-
-    def last(name: str, seed: int) -> float:
-        losses = two.run(learns, name, 3, seed)[0]
-        assert sum(losses[:5]) / 5 - sum(losses[-5:]) / 5 > 1.0, "it has learnt"
-        return sum(losses[-20:]) / 20
-
-    seeds = range(3)
-    exact, coded = ([last(name, seed) for seed in seeds] for name in ("none", "int8"))
-    noise = max(exact) - min(exact)
-    assert abs(sum(coded) - sum(exact)) / len(seeds) < noise, (exact, coded)
 
 
 # What else moves or reads values ----------------------------------------------------------------------------------------
