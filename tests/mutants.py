@@ -396,7 +396,7 @@ MUTANTS = (
     Mutant(
         "no replica writes the optimizer's state of full matrices",
         "engine/pieces.py",
-        "                    if rank < (span.layout.shards if span.layout.cuts else 1):",
+        "                    if rank == span.layout.owner(span.layout.slots[segment.members[0]]):",
         "                    if rank < 0:",
         program("muon_continued"),
     ),

@@ -125,8 +125,8 @@ class OptimizerPieces:
                 arrays = arrays_of(self._binding, segment, self._binding.state_of(segment))
                 if segment.is_matrix:
                     name = span.name_of(segment.members[0])
-                    # Of replicas the first writes; where nothing is partitioned all ranks have the same.
-                    if rank < (span.layout.shards if span.layout.cuts else 1):
+                    # Its owner writes, in the first replica. Every rank has a parameter without elements.
+                    if rank == span.layout.owner(span.layout.slots[segment.members[0]]):
                         for state, value in arrays.items():
                             out[state].append((name, Extent(flat_of(value), 0, 0, value.numel())))
                     arrays = {}

@@ -58,7 +58,7 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "momentum":
         return torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
     if kind == "shampoo":
-        return Shampoo([p for p in params if p.numel()])
+        return Shampoo(params)
     if kind in STATES:
         return States(params, kind)
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
