@@ -227,14 +227,7 @@ class Bucket:
         self._fold()
         self._arrival = Arrival(self._storage, mean, home, adds=self.grad is not None)
         self.grad = home
-        self._storage.land(self)
-
-    def advance(self) -> None:
-        if self._arrival is not None:
-            try:
-                self._arrival.advance()
-            except ZeroError as error:
-                self.span.context.note_failure(error)
+        self._storage.gradient_moves(self.land)
 
     def land(self) -> None:
         """Return when `grad` is where it is stored. A failed disk is noted: all ranks raise at the end of the backward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,16 +23,6 @@ KEPT_BUFFERS = 2
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for a failed allocation of torch, on any device."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-class Landing(Protocol):
-    """A gradient that moves to its tier through scratch memory."""
-
-    def advance(self) -> None:
-        """Start what can start without waiting."""
-
-    def land(self) -> None:
-        """Return when the gradient is stored."""
 
 
 KINDS = ("gathered", "communication", "gradients", "staging", "activations")
@@ -130,7 +120,7 @@ class Storage:
         self._rank = rank
         self._folder = offload_dir
         self._disk: Disk | None = None
-        self._landing: list[Landing] = []
+        self._wait_for_gradient: Callable[[], None] | None = None
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
@@ -171,14 +161,11 @@ class Storage:
         account.record_peak()
         return made
 
-    def land(self, gradient: Landing, most: int = 1) -> None:
-        """Add `gradient` to those that move. Wait for the oldest, so that at most `most` remain."""
-        others = [other for other in self._landing if other is not gradient]
-        while len(others) >= most:
-            others.pop(0).land()
-        for other in others:
-            other.advance()
-        self._landing = [*others, gradient]
+    def gradient_moves(self, wait: Callable[[], None]) -> None:
+        """Return when the gradient that moved before is stored. `wait` waits for the one that moves now."""
+        before, self._wait_for_gradient = self._wait_for_gradient, wait
+        if before is not None and before != wait:  # the same bucket has waited itself
+            before()
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory; `give_back` returns it."""
@@ -203,7 +190,7 @@ class Storage:
 
     def close(self) -> None:
         """Close the file. Its content is lost."""
-        self._landing.clear()
+        self._wait_for_gradient = None
         if self._disk is not None:
             self._disk.close()
             self._disk = None

@@ -101,7 +101,6 @@ class Arrival:
     def __init__(self, storage: Storage, mean: Tensor, home: Values, *, adds: bool) -> None:
         self._storage, self._home, self._adds = storage, home, adds
         self._lock, self._is_over = threading.Lock(), False
-        self._write: Inflight | None = None
         self._scratch: Tensor | None = None
         if storage.link.is_one_memory:
             self._values, self._move = mean, DONE
@@ -111,12 +110,6 @@ class Arrival:
         else:
             self._values = self._scratch = storage.scratch(mean.numel(), mean.dtype)
         self._move = storage.link.down(mean, self._values)
-
-    def advance(self) -> None:
-        """Start what can start without waiting for the device."""
-        with self._lock:
-            if not self._is_over and self._write is None and self._move.ready:
-                self._store()
 
     def land(self) -> None:
         """Return when the gradient is stored.
@@ -129,10 +122,7 @@ class Arrival:
                 return
             self._is_over = True
             try:
-                if self._write is None:
-                    self._store()
-                if self._write is not None:
-                    self._write.close()
+                self._store()
             finally:
                 if self._scratch is not None:
                     self._storage.give_back(self._scratch)
@@ -142,7 +132,6 @@ class Arrival:
         if isinstance(self._home, Tensor):
             if self._adds:
                 self._home.add_(self._values)
-            self._write = DONE
             return
         if self._adds:
             before = self._storage.scratch(self._values.numel(), self._values.dtype)
@@ -150,4 +139,4 @@ class Arrival:
                 self._values.add_(self._home.read_into(before))
             finally:
                 self._storage.give_back(before)
-        self._write = self._home.begin_write(self._values)
+        self._home.begin_write(self._values).close()
