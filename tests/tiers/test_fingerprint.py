@@ -22,4 +22,10 @@ def test_fingerprints_see_every_permutation() -> None:
             seen |= {tuple(print_of(other).tolist()) for other in changed}
             assert len(seen) == 1 + len(changed)
             assert torch.equal(print_of(x), print_of(x.clone()))
+    for size in (1, 2, 7, 8, 9, 23):  # bytes that fill no word, and such that begin inside one
+        data = torch.arange(size + 1, dtype=torch.uint8)
+        assert torch.equal(mixed_sums(data[1:]), mixed_sums(data[1:].clone()))
+        changed = data.clone()
+        changed[-1] += 1
+        assert not torch.equal(mixed_sums(data), mixed_sums(changed))
     assert fingerprint(torch.zeros(0)).shape == fingerprint(torch.tensor(1.0)).shape == (2,)
