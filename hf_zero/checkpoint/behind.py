@@ -7,10 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Thread
 
 from torch import Tensor
 
+from ..comm.inflight import Call
 from ..comm.wire import Wire
 from ..errors import CheckpointError, ZeroError
 from .save import Saving
@@ -26,7 +27,7 @@ class Saves:
         self._side: Wire | None = None
         self._slab: Tensor | None = None  # host memory of the copies, used again
         self._target = ""
-        self._running: Future[None] | None = None
+        self._running: Call | None = None
         self._then: Callable[[], None] | None = None
 
     def side_wire(self) -> Wire:
@@ -50,10 +51,10 @@ class Saves:
         self.wait()  # the save before still reads the slab, and communicates over the side wire
         self._slab = saving.freeze(self.side_wire(), self._slab)
         self._target, self._then = str(saving.target), then
-        # The interpreter waits for its thread at exit, and `_at_exit` then reports.
-        pool = ThreadPoolExecutor(1, f"hf_zero save {self._target}")
-        self._running = pool.submit(saving.commit)
-        pool.shutdown(wait=False)  # the thread ends with this save
+        running = Call(saving.commit)
+        # Not a daemon: the interpreter waits for it at exit, and `_at_exit` then reports.
+        Thread(target=running.run, name=f"hf_zero save {self._target}", daemon=False).start()
+        self._running = running
         _UNREPORTED.append(self)
 
     def wait(self) -> None:
@@ -65,7 +66,8 @@ class Saves:
         if self._running is None:
             return
         with self._wire.watch.doing(f"waiting for the save to {self._target}"):
-            failure = self._running.exception()
+            self._running.ended.wait()
+        failure = self._running.error
         self._running = None
         _UNREPORTED.remove(self)
         if failure is not None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Work(Protocol):
@@ -42,6 +42,34 @@ class Latch:
     def wait(self) -> None:
         while not self.is_set:
             self._lock.acquire(timeout=0.1)  # one of several waiting threads gets it; the others check `is_set` again
+
+
+class Call:
+    """A call that another thread makes.
+
+    Attributes:
+        ended: set when the call has ended.
+        result, error: what it returned or raised.
+    """
+
+    __slots__ = ("_call", "ended", "error", "result")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call: Callable[[], Any] | None = call
+        self.ended = Latch()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call: the target of the other thread."""
+        try:
+            if self._call is not None:
+                self.result = self._call()
+        except BaseException as error:
+            self.error = error
+        # Must precede `ended`: a waiting thread may close a file next, and an idle thread must hold no buffer.
+        self._call = None
+        self.ended.set()
 
 
 class Inflight:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from .direct import Reader
-from .inflight import Latch
+from .inflight import Call
 from .watch import Watch
 from .watcher import Watcher
 
@@ -107,31 +107,22 @@ def open_in_thread(watch: Watch, wait: Callable[[Callable[[], None]], None], cal
     Raises:
         StallError: the wait was interrupted, or another rank is lost.
     """
-    over, found, failed = Latch(), [], []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except Exception as error:
-            failed.append(error)
-        finally:
-            over.set()
-
-    Thread(target=run, name="hf_zero opens a group", daemon=True).start()
+    opening = Call(call)
+    Thread(target=opening.run, name="hf_zero opens a group", daemon=True).start()
 
     def finish() -> None:  # must raise inside `wait`: it translates the errors of lost connections
-        over.wait()
-        if failed:
-            raise failed[0]
+        opening.ended.wait()
+        if opening.error is not None:
+            raise opening.error
 
-    watch.interrupts.append(over.set)
+    watch.interrupts.append(opening.ended.set)
     try:
         wait(finish)
     finally:
-        watch.interrupts.remove(over.set)
-    if found:
-        return found[0]
-    raise watch.error()
+        watch.interrupts.remove(opening.ended.set)
+    if opening.result is None:  # interrupted
+        raise watch.error()
+    return opening.result
 
 
 def interrupt(of: ref[dist.ProcessGroup], device: torch.device) -> None:

@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -23,27 +23,12 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from torch import Tensor
 
-from ..comm.inflight import Inflight, Latch, Timed
+from ..comm.inflight import Call, Inflight, Timed
 from ..errors import ConfigError, StateError, TierError
 from .host import Bytes, pages
 from .tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
 
 # Threads ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A call for one of the threads.
-
-    Attributes:
-        call: None after it has ended.
-        ended: set when the call has ended.
-        error: what the call raised.
-    """
-
-    call: Callable[[], None] | None
-    ended: Latch = field(default_factory=Latch)
-    error: BaseException | None = None
 
 
 class _Workers:
@@ -54,11 +39,11 @@ class _Workers:
 
     def renew(self) -> None:
         """Start over, after a fork: threads do not survive it, and queued calls belong to the parent."""
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Call) -> None:
         with self._lock:
             while len(self._threads) < THREADS:
                 self._threads.append(threading.Thread(target=self._run, name="hf_zero disk", daemon=True))
@@ -81,14 +66,7 @@ class _Workers:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            try:
-                if job.call is not None:
-                    job.call()
-            except BaseException as error:
-                job.error = error
-            # Must precede `ended`: a waiting thread may close the file next, and an idle thread must hold no buffer.
-            job.call = None
-            job.ended.set()
+            job.run()
             del job
 
 
@@ -97,14 +75,14 @@ atexit.register(_WORKERS.stop)
 os.register_at_fork(after_in_child=_WORKERS.renew)
 
 
-def submit(call: Callable[[], None]) -> Job:
+def submit(call: Callable[[], None]) -> Call:
     """Run a call in one of the threads."""
-    job = Job(call)
+    job = Call(call)
     _WORKERS.submit(job)
     return job
 
 
-def inflight(jobs: Sequence[Job], meter: Meter, kind: str) -> Inflight:
+def inflight(jobs: Sequence[Call], meter: Meter, kind: str) -> Inflight:
     """Return a transfer that ends with the last of the jobs. The time of waits is counted."""
 
     def wait() -> None:
