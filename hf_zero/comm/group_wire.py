@@ -33,7 +33,7 @@ PIECE_BYTES = 16 << 20
 
 _STEPS_APART = 4  # messages carry the step modulo this: ranks that communicate are at most one step apart
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # tags per engine, engines; gloo's tags have 32 bits
-_GATHER_TAG, _REDUCE_TAG, _COLLECT_TAG, _TAGS = 0, 1, 2, 3
+_GATHER_TAG, _REDUCE_TAG, _SINGLE_TAG, _TAGS = 0, 1, 2, 3
 
 
 class GroupWire(Wire):
@@ -159,10 +159,10 @@ class GroupWire(Wire):
         self.traffic.moved("other", tensor.numel() * tensor.element_size())
         self._call(dist.broadcast, tensor, source)
 
-    def _message(self, begin: Callable[[list[Tensor], int, int], Any], values: Tensor, peer: int, tag: int) -> None:
+    def _message(self, begin: Callable[[list[Tensor], int, int], Any], values: Tensor, peer: int) -> None:
         """Start one message and wait for it."""
         try:
-            work = begin([values], peer, tag)
+            work = begin([values], peer, _SINGLE_TAG)
         except RuntimeError as error:
             self._refuse(error)
         self._wait_for(work, "other").wait()
@@ -177,8 +177,7 @@ class GroupWire(Wire):
             raise error
         raise explained from error
 
-    def send_to_rank_0(self, values: Tensor | None, landing: Tensor, source: int, tag: int = 0) -> None:
-        tag = tag * _TAGS + _COLLECT_TAG
+    def send_to_rank_0(self, values: Tensor | None, landing: Tensor, source: int) -> None:
         if source == 0 or self.rank not in (0, source):
             if self.rank == source and values is not None:
                 landing.copy_(values)
@@ -186,10 +185,10 @@ class GroupWire(Wire):
         if self.rank == source:
             if values is not None and values.numel():
                 self.traffic.moved("other", values.numel() * values.element_size())
-                self._message(self.group.send, values.to(self.device), 0, tag)
+                self._message(self.group.send, values.to(self.device), 0)
         elif landing.numel():
             arrived = landing if landing.device == self.device else torch.empty_like(landing, device=self.device)
-            self._message(self.group.recv, arrived, source, tag)
+            self._message(self.group.recv, arrived, source)
             if arrived is not landing:
                 landing.copy_(arrived)
 
@@ -228,17 +227,6 @@ class GroupWire(Wire):
         work = self._wait_for(dist.all_reduce(source, group=self.group, async_op=True), self.reduce_kind)
 
         return Inflight((work,), (), lambda: land(source, out, scale))
-
-    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
-        numel = own.numel()
-        if numel == 0 and not cuts:
-            return
-        cuts = cuts or range(0, numel * (self.size + 1), numel)
-        if self.rank == 0 and full is None:
-            raise RankMismatchError("rank 0 must pass a buffer to collect into")
-        for rank in range(self.size):
-            landing = own if full is None else full[cuts[rank] : cuts[rank + 1]]
-            self.send_to_rank_0(own if rank == self.rank else None, landing, rank, tag)
 
 
 class PairWire(GroupWire):

@@ -141,7 +141,3 @@ class HybridWire(Wire):
         if self._replicate_group is None:
             raise StateError("the groups of this engine's replicas are not open yet")
         return self._replicate_group
-
-    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
-        if self.replica == 0:  # all replicas have the same values
-            self.shard_group.collect(own, full, tag, cuts)

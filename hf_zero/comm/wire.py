@@ -91,11 +91,6 @@ class Wire:
         """Average all of the ranks' `source` into `out`: plain data parallel."""
         return self.reduce(source, out, tag)
 
-    def collect(self, own: Tensor, full: Tensor | None, tag: int, cuts: Cuts = ()) -> None:
-        """Collect all slices on rank 0, which passes `full` (CPU); other ranks pass None. Blocks."""
-        if full is not None:
-            full.copy_(own)
-
     def open_groups(self) -> None:
         """Open groups of some ranks. A collective; must precede the first message within such a group."""
 

@@ -182,7 +182,9 @@ def _joined(span: Span, wire: Wire, own: Tensor, everywhere: bool) -> Tensor:
         return whole.cpu()
     here = wire.rank == 0
     whole = torch.empty(layout.numel, dtype=own.dtype, device="cpu" if here else "meta")
-    wire.collect(own, whole if here else None, layout.index, layout.cuts)
+    for rank in range(layout.shards):
+        landing = whole[slice(*layout.bounds(rank))] if here else own
+        wire.send_to_rank_0(own if wire.rank == rank else None, landing, rank)
     return whole
 
 

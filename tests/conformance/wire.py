@@ -214,15 +214,6 @@ def small_exchanges(wire: Wire, exact: bool) -> None:
     told = {"rank": wire.rank, "text": "ü" * wire.rank, "none": None}
     assert wire.exchange(told) == [{**told, "rank": r, "text": "ü" * r} for r in range(wire.size)]
     wire.barrier()
-    slices = Slices(wire)
-    for cuts in [[n * at for at in range(slices.size + 1)] for n in (0, 1, 4097)] + slices.cuts():
-        own = values(slices.rank, cuts[slices.rank + 1] - cuts[slices.rank])
-        full = torch.full((cuts[-1],), 7.0) if wire.rank == 0 else None
-        is_even = len({b - a for a, b in zip(cuts, cuts[1:])}) == 1
-        wire.collect(own, full, 3, () if is_even else cuts)
-        if full is not None:
-            wanted = torch.cat([values(r, b - a) for r, (a, b) in enumerate(zip(cuts, cuts[1:]))])
-            assert torch.equal(full, wanted), f"collected {cuts}"
     assert wire.ranks_here() == wire.size
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 import hf_zero as zero
 from tests.kit.transports import DONE, SMALL, CollectiveWire, Inflight, Link, Meter, Roads, Wire, open_wire
 
-LOCAL = {"post", "posted", "side", "send_to_rank_0", "collect"}
+LOCAL = {"post", "posted", "side", "send_to_rank_0"}
 """What a wire offers that is no collective of its own group."""
 
 
