@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RankMismatchError
 from .codec import Codec, fits
 from .direct import Direct, open_direct
 from .inflight import DONE, Inflight
@@ -34,6 +33,10 @@ PIECE_BYTES = 16 << 20
 _STEPS_APART = 4  # messages carry the step modulo this: ranks that communicate are at most one step apart
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # tags per engine, engines; gloo's tags have 32 bits
 _GATHER_TAG, _REDUCE_TAG, _SINGLE_TAG, _TAGS = 0, 1, 2, 3
+
+# torch 2.13 renames these two; older releases have the old names only.
+_all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 
 class GroupWire(Wire):
@@ -129,13 +132,12 @@ class GroupWire(Wire):
         return open_in_thread(self.watch, self._call, call)
 
     def sum_scalar(self, value: Tensor) -> Tensor:
+        # Gathered and summed here, so that every rank adds in the same order. The number of launches is constant.
         self.traffic.moved("scalar", value.nbytes * (self.size - 1))
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        self._wait_for(dist.all_gather(parts, value, group=self.group, async_op=True), "scalar").wait()
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        parts = value.new_empty((self.size, *value.shape))
+        work = _all_gather(parts.view(-1), value.reshape(-1), group=self.group, async_op=True)
+        self._wait_for(work, "scalar").wait()
+        return parts.sum(0, dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
 
     def max_scalar(self, value: Tensor) -> Tensor:
         self.traffic.moved("scalar", value.nbytes * (self.size - 1))
@@ -234,6 +236,7 @@ class PairWire(GroupWire):
 
     Attributes:
         is_direct: use ranks' memory for gathers and reduces, if they can read each other's.
+        direct: makes these transfers then. None on all ranks, or on none.
     """
 
     is_direct = True
@@ -241,7 +244,7 @@ class PairWire(GroupWire):
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__(device, group, lane)
         self._first_tag = 0
-        self._direct: Direct | None = None
+        self.direct: Direct | None = None
         self._asked: Wait | None = None
         """The last `start_maximum` without an answer. A receive that is dropped would block its connection."""
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -249,7 +252,7 @@ class PairWire(GroupWire):
     def take_number(self) -> None:
         self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
         if self.is_direct:
-            self._direct = open_direct(self, reader_of)
+            self.direct = open_direct(self, reader_of)
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         # Not an all-reduce: two of different lengths could meet after ranks have diverged, and gloo would abort the process.
@@ -276,11 +279,6 @@ class PairWire(GroupWire):
 
         return answer
 
-    @property
-    def is_read_directly(self) -> bool:
-        """Return True if gathers and reduces read other ranks' memory. The same on all ranks."""
-        return self._direct is not None
-
     def _message_tag(self, tag: int, kind: int) -> int:
         """Return the tag of this engine's message of a span, kind and step.
 
@@ -300,8 +298,8 @@ class PairWire(GroupWire):
             place.copy_(own)
         group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
         try:
-            if self._direct is not None and tag < SPANS:
-                return self._direct.gather(full, own, tag, cuts, kind)
+            if self.direct is not None and tag < SPANS:
+                return self.direct.gather(full, own, tag, cuts, kind)
             span, tag = tag, self._message_tag(tag, _GATHER_TAG)
             receives = [
                 Wait(group.recv([full[cuts[p] : cuts[p + 1]]], p, tag).wait, traffic, watch, kind, span)
@@ -319,8 +317,8 @@ class PairWire(GroupWire):
         into[self.rank].copy_(out[self.rank])
         group = self.group
         try:
-            if self._direct is not None and tag < SPANS:
-                return self._direct.swap(sent, landing, tag, self.reduce_kind)
+            if self.direct is not None and tag < SPANS:
+                return self.direct.swap(sent, landing, tag, self.reduce_kind)
             span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
             receives = [self._wait_for(group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
             sends = [self._wait_for(group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
@@ -341,8 +339,8 @@ class PairWire(GroupWire):
         group, traffic, watch = self.group, self.traffic, self.watch
         sends: list[Wait] = []
         try:
-            if self._direct is not None and tag < SPANS:
-                return self._direct.reduce(source, out, tag, cuts, self.reduce_kind)
+            if self.direct is not None and tag < SPANS:
+                return self.direct.reduce(source, out, tag, cuts, self.reduce_kind)
             span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
             for peer in self._peers:
                 theirs = source[cuts[peer] : cuts[peer + 1]]
@@ -387,23 +385,6 @@ class CollectiveWire(GroupWire):
 
     ragged = False
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
-        super().__init__(device, group, lane)
-        # torch 2.13 renames these two; older releases have the old names only.
-        self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter: Callable[..., Any] = (
-            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        )
-
-    def sum_scalar(self, value: Tensor) -> Tensor:
-        # Gathered and summed here, so that every rank adds in the same order. The number of launches is constant.
-        self.traffic.moved("scalar", value.nbytes * (self.size - 1))
-        parts = value.new_empty((self.size, *value.shape))
-        self._wait_for(
-            self._all_gather(parts.view(-1), value.reshape(-1), group=self.group, async_op=True), "scalar"
-        ).wait()
-        return parts.sum(0, dtype=torch.float64 if value.is_floating_point() else value.dtype).to(value.dtype)
-
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         if own.numel() == 0 and not cuts:
             return DONE
@@ -411,7 +392,7 @@ class CollectiveWire(GroupWire):
         if cuts:  # torch broadcasts each slice, all in one launch
             work = dist.all_gather(_ragged(full, cuts), own, group=self.group, async_op=True)
         else:
-            work = self._all_gather(full, own, group=self.group, async_op=True)
+            work = _all_gather(full, own, group=self.group, async_op=True)
         return Inflight((self._wait_for(work, self.gather_kind, tag),))
 
     def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
@@ -432,7 +413,7 @@ class CollectiveWire(GroupWire):
         if cuts:  # torch reduces to each owner, all in one launch
             begun = dist.reduce_scatter(landing, _ragged(source, cuts), op=total, group=self.group, async_op=True)
         else:
-            begun = self._reduce_scatter(landing, source, op=total, group=self.group, async_op=True)
+            begun = _reduce_scatter(landing, source, op=total, group=self.group, async_op=True)
         work = self._wait_for(begun, self.reduce_kind, tag)
 
         def finish() -> None:

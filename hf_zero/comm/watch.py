@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..errors import StallError
 from .inflight import Counters
@@ -32,17 +31,6 @@ _BROKEN = (
     "Network is unreachable",
     "Socket closed",
 )
-
-
-class Lane(Protocol):
-    """The waits of one thread."""
-
-    def explain_error(self, *, is_lost: bool) -> str | None:
-        """Return why this rank cannot continue after a wait failed, if that is known. Returns within seconds.
-
-        Args:
-            is_lost: the connection to another rank has broken.
-        """
 
 
 class Wait:
@@ -99,6 +87,8 @@ class Watch:
         among: by kind of wait, the ranks that take part if these are not all; text that follows what is waited for.
         verdict: why this rank cannot continue. Every wait that begins or breaks afterwards raises it.
         interrupts: functions that together break every wait of the wire, from another thread.
+        explain: set by the watcher; called after a wait failed, with True if the connection to another rank has broken.
+            Returns within seconds why this rank cannot continue, if that is known.
     """
 
     def __init__(self, *interrupts: Callable[[], None]) -> None:
@@ -113,7 +103,7 @@ class Watch:
         self.verdict: str | None = None
         self.purposes: list[str] = []
         self.interrupts = [*interrupts]
-        self.lane: Lane | None = None
+        self.explain: Callable[[bool], str | None] | None = None
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -133,6 +123,6 @@ class Watch:
 
     def explained(self, error: RuntimeError) -> Exception:
         """Return the exception to raise for an error that ended a wait."""
-        if self.verdict is None and self.lane is not None:
-            self.verdict = self.lane.explain_error(is_lost=any(word in str(error) for word in _BROKEN))
+        if self.verdict is None and self.explain is not None:
+            self.verdict = self.explain(any(word in str(error) for word in _BROKEN))
         return error if self.verdict is None else self.error()

@@ -297,7 +297,7 @@ class _Lane:
 
     def join(self, watch: Watch) -> None:
         self._watches = (*(each for each in self._watches if each() is not None), weakref.ref(watch))
-        watch.lane, watch.verdict, watch.purposes = self, self.verdict, self._purposes
+        watch.explain, watch.verdict, watch.purposes = self.explain_error, self.verdict, self._purposes
 
     def _open(self) -> list[Watch]:
         return [watch for each in self._watches if (watch := each()) is not None]
@@ -429,8 +429,8 @@ class _Lane:
 
     # In the thread that waits ---------------------------------------------------------------------------------------
 
-    def explain_error(self, *, is_lost: bool) -> str | None:
-        """Return as `watch.Lane.explain_error`."""
+    def explain_error(self, is_lost: bool) -> str | None:
+        """See `Watch.explain`."""
         watcher = self._watcher
         until = time.perf_counter() + _ENDING_S
         while watcher.stall_s:  # another rank may just have ended, or raised its verdict

@@ -111,7 +111,7 @@ class Wire:
         """
 
     def sum_scalar(self, value: Tensor) -> Tensor:
-        """Return the sum over the ranks of a tensor (any shape, a few elements), in rank order."""
+        """Return the sum over the ranks of a tensor (any shape, a few elements), the same on every rank."""
         return value
 
     def max_scalar(self, value: Tensor) -> Tensor:

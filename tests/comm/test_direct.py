@@ -131,7 +131,7 @@ class Elsewhere(PairWire):
 
 
 def apart(rank: int, world: int) -> tuple[bool, bool]:
-    return started(Elsewhere).is_read_directly, started().is_read_directly
+    return started(Elsewhere).direct is not None, started().direct is not None
 
 
 def test_ranks_of_two_machines_use_sockets(two):

@@ -25,7 +25,8 @@ def started(kind: type[PairWire | CollectiveWire]) -> PairWire | CollectiveWire:
 def whole(rank: int, world: int, kind: str) -> None:
     wire = started(KINDS[kind])
     if kind == "direct":
-        assert wire.is_read_directly, "this machine lets no process read another's memory: nothing was tested"
+        reads = isinstance(wire, PairWire) and wire.direct is not None
+        assert reads, "this machine lets no process read another's memory: nothing was tested"
     check_wire(wire, exact=kind != "collectives")
 
 
