@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "the second backward's gradient on disk is added twice",
-        "tiers/storage_tier.py",
+        "tiers/arrival.py",
         "self._values.add_(self._home.read_into(before))",
         "self._values.add_(self._home.read_into(before), alpha=2)",
         program("loops"),

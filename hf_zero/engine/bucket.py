@@ -24,7 +24,7 @@ from ..comm.wire import Wire
 from ..core.precision import Precision
 from ..errors import ZeroError
 from ..tiers.array import OnDisk, Values
-from ..tiers.storage_tier import Arrival
+from ..tiers.arrival import Arrival
 from ..tiers.tier import Tier
 from .parameter import has_raw_grads, raw_grad, set_raw_grad, take_raw_grads
 
@@ -217,7 +217,7 @@ class Bucket:
 
     def _home_of_grad(self) -> Values:
         if self._home is None:
-            self._home = self.span.context.storage_tier(self.tier).empty(self.span.local_numel, self.span.master_dtype)
+            self._home = self._storage.empty(self.tier, self.span.local_numel, self.span.master_dtype)
         return self._home
 
     def _send(self, mean: Tensor) -> None:

@@ -19,7 +19,6 @@ from ..errors import RankMismatchError, StateError, TierError, ZeroError
 from ..plan.machine import free_device_bytes, free_host_bytes
 from ..plan.plan import Plan
 from ..tiers.pool import Storage
-from ..tiers.storage_tier import StorageTier, tier_of
 from ..tiers.tier import Tier
 from .observer import Events
 
@@ -155,9 +154,6 @@ class Context:
         )
 
     # Offload ----------------------------------------------------------------------------------------------------------
-
-    def storage_tier(self, tier: Tier) -> StorageTier:
-        return tier_of(self.storage, tier)
 
     @property
     def severity(self) -> int:

@@ -294,8 +294,7 @@ def allocate_state(segment: Segment, name: str, dtype: torch.dtype, shape: Seque
         return torch.empty(tuple(shape), dtype=dtype, device=span.device)
     if segment.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
         return span.state_on_disk(name, dtype)[segment.here]
-    memory = span.context.storage_tier(Tier.HOST).empty(numel, dtype)
-    return memory.view(tuple(shape)) if isinstance(memory, Tensor) else memory
+    return span.context.storage.link.empty(numel, dtype).view(tuple(shape))
 
 
 def single_value(options: Mapping[str, Any], span: Span, name: str, value: Any) -> Any:

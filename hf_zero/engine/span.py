@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ class Span:
         if self.tier is Tier.DEVICE:
             is_local = self.stays and self.compute_dtype == self.master_dtype and self.codec is None
             return self.local if is_local else values.clone()
-        return self.context.storage_tier(self.tier).store(values)
+        return self.context.storage.store(self.tier, values)
 
     def _new_copy(self) -> Values | None:
         """Return the copy that a gather reads where the master is elsewhere, in the compute dtype."""
@@ -138,7 +138,7 @@ class Span:
             return self.master
         if self.copy_tier is Tier.DEVICE:
             return self.local.clone()
-        return self.context.storage_tier(self.copy_tier).store(self.local)
+        return self.context.storage.store(self.copy_tier, self.local)
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Span:
             if source is not self.local:
                 self.local.copy_(source)  # type: ignore[arg-type]  # on the device
             return DONE
-        return self.context.storage_tier(self.copy_tier).load(source, self.local)
+        return self.context.storage.load(source, self.local)
 
     @property
     def published(self) -> Values | None:
@@ -312,7 +312,7 @@ class Span:
 
     def _load_master(self) -> Inflight:
         if self.tier is not Tier.DEVICE and self.master_dtype == self.local.dtype:
-            return self.context.storage_tier(self.tier).load(self.master, self.local)
+            return self.context.storage.load(self.master, self.local)
         if isinstance(
             self.master, OnDisk
         ):  # read when waited for: a rank whose file fails still takes part in the gather
@@ -396,7 +396,7 @@ class Span:
         """
         whole = self._states.get(name)
         if whole is None or whole.dtype != dtype:
-            whole = cast(OnDisk, self.context.storage_tier(Tier.DISK).empty(self.local_numel, dtype))
+            whole = OnDisk(DiskArray(self.context.storage.disk, self.local_numel, dtype))
             self._states[name] = whole
         return whole
 

@@ -9,10 +9,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..comm.inflight import DONE, Inflight
 from ..errors import OutOfMemoryError
+from .array import DiskArray, OnDisk, Values
 from .disk import Disk
 from .host import HUGE_BYTES, Link, use_huge_pages
-from .tier import SIZES, Meter, Sizes
+from .tier import SIZES, Meter, Sizes, Tier
 
 T = TypeVar("T", bound=Tensor | torch.UntypedStorage)
 
@@ -166,6 +168,37 @@ class Storage:
         before, self._wait_for_gradient = self._wait_for_gradient, wait
         if before is not None and before != wait:  # the same bucket has waited itself
             before()
+
+    def empty(self, tier: Tier, numel: int, dtype: torch.dtype) -> Values:
+        """Return new 1-D values in host memory or on disk, undefined."""
+        return OnDisk(DiskArray(self.disk, numel, dtype)) if tier is Tier.DISK else self.link.empty(numel, dtype)
+
+    def store(self, tier: Tier, values: Tensor) -> Values:
+        """Return a copy of 1-D `values` (any device) in host memory or on disk."""
+        return self.empty(tier, values.numel(), values.dtype).copy_(values)
+
+    def load(self, source: Values, target: Tensor) -> Inflight:
+        """Start to copy `source`, in host memory or on disk, to `target` on the device; same dtype and length.
+
+        Raises:
+            TierError: while waiting: the read failed.
+        """
+        if isinstance(source, Tensor):
+            return self.link.up(source, target)
+        if self.link.is_one_memory:
+            return source.begin_read(target)
+        memory, up = self.scratch(source.numel(), source.dtype), DONE
+
+        def send_up() -> None:
+            nonlocal up
+            up = self.link.up(memory, target)
+            up.wait()
+
+        def release() -> None:
+            up.close()
+            self.give_back(memory)
+
+        return Inflight((source.begin_read(memory),), (Inflight(finish=release),), send_up)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory; `give_back` returns it."""
