@@ -35,30 +35,32 @@ if _HUGE_PAGE:
     _madvise = _prototype(("madvise", ctypes.CDLL(None)))
 
 
-def free_at_once(above_bytes: int = 1 << 20) -> None:
-    """Return freed host memory of that size or more to the system at once. For this process, from now on.
+_GLIBC, _AT_ONCE, _KEPT = (32 << 20, 64 << 20), (1 << 20, 1 << 20), (1 << 30, 1 << 30)
+"""Bytes above which malloc maps memory of its own, and returns free memory at the heap's end. glibc's are its highest."""
+_thresholds = _GLIBC
+_lock = threading.Lock()
+
+
+def free_at_once() -> None:
+    """Return freed host memory of 1 MiB or more to the system at once. For this process, from now on.
 
     For models that are mostly on disk: in malloc's heap every full parameter, and every gradient in training, would leave a
     hole that the next one does not fit. The heap would grow to the size of the data on disk.
     """
-    _set_thresholds((above_bytes, above_bytes))  # a process may have called `keep_freed` before
+    _set_thresholds(_AT_ONCE)  # a process may have called `keep_freed` before
 
 
 @contextlib.contextmanager
-def freeing_at_once(above_bytes: int = 1 << 20) -> Iterator[None]:
+def freeing_at_once() -> Iterator[None]:
     """Do as `free_at_once` inside the block: memory that stays is not allocated between holes of malloc's heap."""
-    before, within = _thresholds, (above_bytes, above_bytes)
+    before = _thresholds
     if not _is_chosen():
-        _set_thresholds(within)
+        _set_thresholds(_AT_ONCE)
     try:
         yield
     finally:
-        if _thresholds == within and not _is_chosen():
+        if _thresholds == _AT_ONCE and not _is_chosen():
             _set_thresholds(before)
-
-
-_thresholds = 32 << 20, 64 << 20  # of mmap and trim: the highest values that glibc sets by itself
-_lock = threading.Lock()
 
 
 def _set_thresholds(found: tuple[int, int]) -> None:
@@ -79,15 +81,15 @@ def _is_chosen() -> bool:
     )
 
 
-def keep_freed(most_bytes: int = 1 << 30) -> None:
-    """Keep freed host memory below that size mapped, for the next allocation. For this process, from now on.
+def keep_freed() -> None:
+    """Keep freed host memory below 1 GiB mapped, for the next allocation. For this process, from now on.
 
     For ranks that compute on CPUs: gradients and buckets are temporary, and filling newly mapped memory takes seven times as
     long (a page fault for every 4 KiB). The price is resident memory, holes in the heap included. Thresholds that the
     environment sets are kept.
     """
     if not _is_chosen():
-        _set_thresholds((most_bytes, most_bytes))
+        _set_thresholds(_KEPT)
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
