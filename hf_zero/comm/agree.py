@@ -130,11 +130,13 @@ def same_structure(
         for number, groups in enumerate(originals)
         for i, group in enumerate(groups)
     ]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests = wire.exchange(digest)
-    if len(set(digests)) == 1:
-        return
-    same_lines(wire.exchange(lines))
+    same_lines(differing(wire, lines) or [])
+
+
+def differing(wire: Wire, mine: T) -> list[T] | None:
+    """Return the values of all ranks if they differ, else None. A collective that sends digests of `repr` first."""
+    digest = hashlib.sha256(repr(mine).encode()).digest()
+    return wire.exchange(mine) if len(set(wire.exchange(digest))) > 1 else None
 
 
 def same_lines(everyone: Sequence[list[str]]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
+from ..comm.agree import differing
 from ..comm.wire import Wire
 from ..errors import RankMismatchError
 from .deferred import OWN, deferred_of
@@ -33,10 +33,9 @@ def check_equal(wire: Wire, what: str, mine: Sequence[Seen | None], *, unused: b
     """
     if wire.size == 1:
         return
-    found = hashlib.blake2b(repr((what, mine)).encode(), digest_size=16).hexdigest()
-    if len(set(wire.exchange(found))) == 1:
+    everyone = differing(wire, (what, [*mine]))
+    if everyone is None:
         return
-    everyone: list[tuple[str, list[Seen | None]]] = wire.exchange((what, list(mine)))
     _refuse_different("", [each for each, _ in everyone])
     for column in zip(*(theirs for _, theirs in everyone)):
         alive = [each for each in column if each is not None]

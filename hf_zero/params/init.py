@@ -12,7 +12,6 @@ Every rank runs the same code, and draws the same random numbers: that makes the
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -27,7 +26,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ..comm.agree import on_all_ranks
+from ..comm.agree import differing, on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.watch import STALL_S
@@ -357,11 +356,10 @@ def _align_random_states(wire: Wire) -> list[Tensor] | None:
     cuda = device.type == "cuda" and torch.cuda.is_initialized()
     with torch._C.DisableTorchFunction():
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
-        found = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
-        if len(set(wire.exchange(found))) == 1:
+        everyone = differing(wire, [state.numpy().tobytes() for state in states])
+        if everyone is None:
             return None
-        first: list[Tensor] = wire.exchange(states if wire.rank == 0 else None)[0]
-        _set_random_states(first, device)
+        _set_random_states([torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in everyone[0]], device)
     return states
 
 
