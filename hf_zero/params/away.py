@@ -25,26 +25,22 @@ class Away:
 
     def __init__(self, context: Context, bindings: Sequence[Binding]) -> None:
         self._context, self._bindings = context, bindings
+        self._spans = [span for unit in context.units for span in unit.spans]
         self._states: list[Tensor] = []
-        self._masters: list[tuple[Span, bool]] = []  # and whether it was the memory of `local`
-        self._copies: list[Span] = []
-        self._full: list[Span] = []
-        self._gradients: list[Span] = []
+        self._aliases: set[Span] = set()  # whose masters were the memory of `local`
 
     @torch.no_grad()
     def leave(self) -> None:
         """Move everything to host memory."""
         self._context.away = True
-        for unit in self._context.units:
-            for span in unit.spans:
-                self._leave(span)
-            if any(span.stays for span in unit.spans):
-                unit.state = State.SHARDED
-                unit.intercept_all_reads()
-                for span in unit.spans:
-                    if span.stays:
-                        span.drop()
-                        self._full.append(span)
+        for span in self._spans:
+            self._leave(span)
+        for unit in dict.fromkeys(span.unit for span in self._spans if span.stays):
+            unit.state = State.SHARDED
+            unit.intercept_all_reads()
+        for span in self._spans:
+            if span.stays:
+                span.drop()
         for binding in self._bindings:
             for entries in dict.values(binding.optimizer.state):
                 for value in entries.values():
@@ -54,52 +50,50 @@ class Away:
         empty_cache(self._context.device)
 
     def _leave(self, span: Span) -> None:
-        bucket = span.bucket
-        if isinstance(bucket.grad, Tensor) and bucket.tier is Tier.DEVICE:
-            bucket.grad = bucket.grad.to("cpu", copy=True)
-            self._gradients.append(span)
+        cpu = torch.device("cpu")
+        self._move_grad(span, cpu)
         if span.tier is Tier.DEVICE:
-            self._masters.append((span, span.is_alias))
-            span.use_master(_moved(span.master, torch.device("cpu")))
+            if span.is_alias:
+                self._aliases.add(span)
+            span.use_master(_moved(span.master, cpu))
         if span.copy is not None and span.copy_tier is Tier.DEVICE:
-            span.copy = _moved(span.copy, torch.device("cpu"))
-            self._copies.append(span)
+            span.copy = _moved(span.copy, cpu)
         for segment in span.segments:
             segment.show_grad()
 
     @torch.no_grad()
     def come_back(self) -> None:
         """Move everything back. A collective where the stage keeps full parameters."""
-        context = self._context
-        for span in self._full:
+        context, full = self._context, [span for span in self._spans if span.stays]
+        for span in full:
             span.restore()
-        for span, is_alias in self._masters:
-            if is_alias:
+        for span in self._spans:
+            if span in self._aliases:
                 span.local.copy_(span.values())
                 span.use_master(span.local)
-            else:
+            elif span.tier is Tier.DEVICE:
                 span.use_master(_moved(span.master, context.device))
-        for span in self._copies:
-            if span.copy is not None:
+            if span.copy is not None and span.copy_tier is Tier.DEVICE:
                 span.copy = _moved(span.copy, context.device)
         for value in self._states:
             value.data = value.to(context.device, copy=True)
-        for span in self._full:
+        for span in full:
             span.publish()
             span.is_old = True
         context.away = False
-        units = {} if context.frees else {span.unit: None for span in self._full}
+        units = {} if context.frees else {span.unit: None for span in full}
         for unit in units:
             unit.gather()
         for unit in units:
             unit.wait()
-        for span in self._gradients:
-            if isinstance(span.bucket.grad, Tensor):  # no `zero_grad` since
-                span.bucket.grad = span.bucket.grad.to(context.device, copy=True)
-        for unit in context.units:
-            for span in unit.spans:
-                for segment in span.segments:
-                    segment.show_grad()
+        for span in self._spans:
+            self._move_grad(span, context.device)
+            for segment in span.segments:
+                segment.show_grad()
+
+    def _move_grad(self, span: Span, device: torch.device) -> None:
+        if isinstance(span.bucket.grad, Tensor) and span.bucket.tier is Tier.DEVICE:
+            span.bucket.grad = span.bucket.grad.to(device, copy=True)
 
 
 def _moved(values: Values, device: torch.device) -> Tensor:
