@@ -145,8 +145,8 @@ MUTANTS = (
     Mutant(
         "the norm leaves out the last rank",
         "comm/group_wire.py",
-        "        for part in parts[1:]:\n            total = total + part",
-        "        for part in parts[1:-1]:\n            total = total + part",
+        "return parts.sum(0,",
+        "return parts[:-1].sum(0,",
         program("clip"),
     ),
     Mutant(
@@ -208,9 +208,9 @@ MUTANTS = (
     ),
     Mutant(
         "slices of two ranks change places where they are collected",
-        "comm/group_wire.py",
-        "            landing = own if full is None else full[cuts[rank] : cuts[rank + 1]]\n",
-        "            landing = own if full is None else full[cuts[self.size - rank - 1] : cuts[self.size - rank]]\n",
+        "engine/optimizer_state.py",
+        "landing = whole[slice(*layout.bounds(rank))] if here else own",
+        "landing = whole[slice(*layout.bounds(layout.shards - rank - 1))] if here else own",
     ),
     Mutant(
         "units are never released",
