@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import RankMismatchError
 from .codec import Codec, fits
 from .direct import Direct, open_direct
 from .inflight import DONE, Inflight
@@ -32,6 +33,7 @@ PIECE_BYTES = 16 << 20
 
 _STEPS_APART = 4  # messages carry the step modulo this: ranks that communicate are at most one step apart
 _TAGS_EACH, _TAGS_WRAP = 1 << 20, 2048  # tags per engine, engines; gloo's tags have 32 bits
+_HIGHEST = 0x7FFFFFFF
 _GATHER_TAG, _REDUCE_TAG, _SINGLE_TAG, _TAGS = 0, 1, 2, 3
 
 # torch 2.13 renames these two; older releases have the old names only.
@@ -381,13 +383,32 @@ class PairWire(GroupWire):
 
 
 class CollectiveWire(GroupWire):
-    """The backend's own collectives. Waiting blocks the current stream, never the host."""
+    """The backend's own collectives. Waiting blocks the current stream, never the host.
+
+    They have no tags: ranks that gather different spans of one length get a mixture. Each agreement compares all gathers.
+    """
 
     ragged = False
+
+    def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
+        mark = self.watch.gathers & _HIGHEST
+        answer = super().start_maximum([*values, mark, _HIGHEST - mark], at_end=at_end)
+
+        def found() -> list[int]:
+            *agreed, highest, complement = answer()
+            if highest + complement != _HIGHEST:
+                raise RankMismatchError(
+                    f"ranks gathered different units, or in another order, until step {self.watch.step}: what they computed is "
+                    "wrong. Run the same modules in the same order on every rank, and load a checkpoint"
+                )
+            return agreed
+
+        return found
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         if own.numel() == 0 and not cuts:
             return DONE
+        self.watch.gathers = (self.watch.gathers * 31 + tag + 1) & _HIGHEST
         self.traffic.moved(self.gather_kind, own.numel() * own.element_size() * (self.size - 1))
         if cuts:  # torch broadcasts each slice, all in one launch
             work = dist.all_gather(_ragged(full, cuts), own, group=self.group, async_op=True)

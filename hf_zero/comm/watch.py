@@ -81,6 +81,7 @@ class Watch:
         done: waits that have ended.
         last: when the last wait began.
         step: optimizer steps made.
+        gathers: a number that stands for the gathers so far and their order, where messages have no tags.
         phase: of the engine.
         units: names of units by message tag.
         engine: number of the engine that the wire is for, the same on every rank; 0: none.
@@ -95,7 +96,7 @@ class Watch:
         self.at: Wait | None = None
         self.done = 0
         self.last = 0.0
-        self.step = 0
+        self.step = self.gathers = 0
         self.phase = "the start"
         self.units: dict[int, str] = {}
         self.among: dict[str, str] = {}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import hf_zero as zero
 from tests.kit.pool import RankPool
+from tests.kit.transports import ROADS
 from tests.programs.architectures import ARCHITECTURES
 from tests.settings import Setting
 from tests.test_programs import check
@@ -24,3 +28,29 @@ def test_collectives(pools: dict[int, RankPool], world: int) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_blocks_that_are_split(pools: dict[int, RankPool], name: str) -> None:
     check(pools, f"architectures.{name}", [Setting(stage=stage, roads="small units") for stage in (2, 3)])
+
+
+class Ordered(nn.Module):
+    """Blocks of one size, which run in the order that they are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for number in order:
+            x = self.blocks[number](x)
+        return x.square().mean()
+
+
+def exchanged(rank: int, world: int, *orders: tuple[int, ...]) -> None:
+    model = Ordered()
+    zero.shard(model, None, zero.ZeroConfig(stage=3), **ROADS["collectives"].given)
+    with pytest.raises(zero.RankMismatchError, match="or in another order"):
+        model(torch.ones(2, 16), orders[rank]).backward()
+
+
+@pytest.mark.parametrize("orders", [((0, 1, 2, 3), (0, 2, 1, 3)), ((0, 1, 3), (0, 2, 3))])
+def test_collectives_in_another_order(two: RankPool, orders: tuple[tuple[int, ...], ...]) -> None:
+    """They have no tags: each rank would compute with a mixture of two blocks."""
+    two.run(exchanged, *orders)
