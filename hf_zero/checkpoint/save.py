@@ -125,6 +125,11 @@ class Saving:
                     if isinstance(entry.value, Conversion):
                         computed.setdefault(entry.value, {})[entry.key] = stored
                     elif entry.value is not None:
+                        if entry.value.layout is not torch.strided:
+                            raise CheckpointError(
+                                f"{entry.key!r} is a tensor of layout {entry.value.layout}, which files cannot hold. "
+                                "Register the buffer with persistent=False, or store it dense"
+                            )
                         self._ranges.append(Range(stored, 0, entry.value.detach().contiguous().view(-1)))
                 self._conversions += [(parameters, each, computed[each]) for each in computed]
                 report.mine = places_of(placed), [each.sources for each in computed]

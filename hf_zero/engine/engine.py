@@ -314,6 +314,18 @@ class Engine:
         for event in self.events.before_save:
             event()
 
+    def prepare_load(self) -> None:
+        """As `quiesce`, before all masters and states are written: a step that was left half done does not matter."""
+        self.context.refuse_unsharded("load")
+        if self.context.away:
+            self.context.check()
+        self.schedule.quiesce()
+        with suppress(Exception):  # of a step that failed, also the optimizer's own: everything is written again
+            self.wait_for_host_steps()
+        with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
+            for event in self.events.before_save:
+                event()
+
     def finish_step(self) -> None:
         """Wait as `wait_for_host_steps`, then raise on every rank what any rank has noted.
 
@@ -418,15 +430,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
         """
-        self.context.refuse_unsharded("Engine.load")
-        if self.context.away:
-            self.context.check()
-        self.schedule.quiesce()
-        with suppress(Exception):  # of a step that failed, also the optimizer's own: everything is written again
-            self.wait_for_host_steps()
-        with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
-            for event in self.events.before_save:
-                event()
+        self.prepare_load()
         self.wait_for_save()
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
 

@@ -266,6 +266,10 @@ class ZeroStateMixin(AcceleratorBase):
             if not single.is_file():
                 raise CheckpointError(f"no optimizer state in {folder}: expected {inside}/ or {single.name}")
             optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
+        loaded = {bare_optimizer(optimizer) for optimizer in optimizers}
+        for found in map(engine_of, every):
+            if found is not None and loaded.issuperset(found.optimizers):
+                found.forget_failure()
         return None
 
     def _zero_choose(self, engine: Engine, given: str | None) -> Path:
@@ -293,7 +297,7 @@ class ZeroStateMixin(AcceleratorBase):
 
 
 def _load_weights(loading: Loading, engine: Engine, strict: bool, folder: str) -> None:
-    engine.quiesce()
+    engine.prepare_load()
     try:
         pieces, form = ParameterPieces(engine.units), format_of(engine.model)
         loading.weights(pieces, engine.model, form, strict=strict, folder=folder)
@@ -303,7 +307,7 @@ def _load_weights(loading: Loading, engine: Engine, strict: bool, folder: str) -
 
 def _load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str) -> None:
     """Load a bound optimizer's state, and masters of higher precision than the weights."""
-    engine.quiesce()
+    engine.prepare_load()
     try:
         loading.optimizer(engine.optimizer_state(optimizer), folder=folder)
     finally:

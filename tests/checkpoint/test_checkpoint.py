@@ -316,3 +316,16 @@ def test_saving_and_loading_need_no_more_than_a_few_buffers(two, tmp_path):
     for saving, loading in grown:
         assert saving < 48 << 20
         assert loading < 64 << 20
+
+
+def sparse(rank: int, world: int, folder: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("links", torch.eye(2).to_sparse())
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
+    with pytest.raises(zero.CheckpointError, match="'links' is a tensor of layout torch.sparse_coo.*persistent=False"):
+        engine.save(folder)
+    assert not folder.exists()
+
+
+def test_a_sparse_buffer_is_named(two: Any, tmp_path: Path) -> None:
+    two.run(sparse, tmp_path / "saved")

@@ -27,9 +27,9 @@ NAMES = (
     "architectures.module_called_several_times", "architectures.reentrant_checkpoint_of_several_blocks",
     "branches.early_exit", "loops.bert_with_a_frozen_layer",
     "loops.gpt2_clipped_and_accumulated", "loops.plain", "loops.t5_shared_embedding",
-    "micro_batches.micro_batches", "paths.alternating_heads", "paths.another_head_on_each_rank", "paths.checkpoints",
+    "micro_batches.micro_batches", "paths.alternating_heads", "paths.another_head_on_each_rank", "paths.checkpoints", "paths.forgotten_forward",
     "paths.layer_drop_by_rank", "paths.reentrant_checkpoints", "paths.retained_graph", "paths.tied",
-    "paths.two_backwards", "paths.two_forwards_with_a_root_parameter", "paths.unused_head", "steps.evaluated_around_steps",
+    "paths.two_backwards", "paths.uneven_forwards", "paths.unused_head", "steps.evaluated_around_steps",
 )  # fmt: skip
 ROWS = (Setting(stage=3), Setting(stage=1, precision="bf16"))
 MORE_ROWS = (

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from tests.huggingface.accelerate_runs import accelerator_at, rank_0_distance, start, train, weights
+import hf_zero as zero
+from tests.huggingface.accelerate_runs import Run, accelerator_at, rank_0_distance, start, train, weights
 from tests.kit.jobs.harness import (
     RANK,
     SAVED,
@@ -26,6 +27,17 @@ from tests.kit.jobs.harness import (
 )
 
 
+def leave_half_done(run: Run) -> None:
+    """A step that raises between two groups."""
+    group = run.optimizer.param_groups[1]
+    betas, group["betas"] = group["betas"], None
+    with pytest.raises(TypeError):
+        train(run, steps=2)
+    group["betas"] = betas
+    with pytest.raises(zero.StateError, match="stopped half-way"):
+        train(run, steps=2)
+
+
 def state_round_trip(stage: int) -> None:
     whole = start(stage, accumulation=2)
     train(whole, steps=4)
@@ -34,6 +46,7 @@ def state_round_trip(stage: int) -> None:
     second = train(whole, steps=4, skip=4)
     end = weights(whole), whole.optimizer.state_dict()
     resumed = start(stage, accumulation=2, seed=99)
+    leave_half_done(resumed)
     resumed.accelerator.load_state(str(folder))
     again = train(resumed, steps=4, skip=4)
     mine = weights(resumed), resumed.optimizer.state_dict()
