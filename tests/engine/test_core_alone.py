@@ -22,12 +22,11 @@ from tests.test_programs import check
 
 NAMES = (
     *(name for name in PROGRAMS if name.startswith("failures.")),
-    "architectures.checkpoint_of_several_blocks",
-    "architectures.frozen_bottom", "architectures.lone_parameters_of_some_ranks",
-    "architectures.module_called_several_times", "architectures.reentrant_checkpoint_of_several_blocks",
-    "branches.early_exit", "loops.bert_with_a_frozen_layer",
-    "loops.gpt2_clipped_and_accumulated", "loops.plain", "loops.t5_shared_embedding",
-    "micro_batches.micro_batches", "paths.alternating_heads", "paths.another_head_on_each_rank", "paths.checkpoints", "paths.forgotten_forward",
+    "architectures.checkpoint_of_several_blocks", "architectures.frozen_bottom",
+    "architectures.lone_parameters_of_some_ranks", "architectures.module_called_several_times",
+    "architectures.reentrant_checkpoint_of_several_blocks", "branches.early_exit", "loops.bert_with_a_frozen_layer",
+    "loops.gpt2_clipped_and_accumulated", "loops.plain", "loops.t5_shared_embedding", "micro_batches.micro_batches",
+    "paths.alternating_heads", "paths.another_head_on_each_rank", "paths.checkpoints", "paths.forgotten_forward",
     "paths.layer_drop_by_rank", "paths.reentrant_checkpoints", "paths.retained_graph", "paths.tied",
     "paths.two_backwards", "paths.uneven_forwards", "paths.unused_head", "steps.evaluated_around_steps",
 )  # fmt: skip
