@@ -30,7 +30,7 @@ RUNS = {
     "a": ("2026-11-27-cpu-2rank-fp32-memory.json", "memory"),
     "b": ("2026-11-20-cpu-2rank-fp32-peers-time.json", "time"),
     "c": ("2026-11-20-cpu-2rank-fp32-memory.json", "memory"),
-    "d": ("2026-11-28-cpu-2rank-fp32-time.json", "time"),
+    "d": ("2026-11-29-cpu-2rank-fp32-time.json", "time"),
 }
 """The runs of README.md's comparison, by the letter of their command."""
 ENGINES = {
