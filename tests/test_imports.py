@@ -165,7 +165,6 @@ def test_imports_and_names_of_the_engine() -> None:
     assert loaded("import hf_zero", "import hf_zero.cli.main", NAMES) == [set()] * 3
 
 
-@pytest.mark.wide
 def test_loops() -> None:
     """Prepared, trained, saved and loaded, each beside the same without hf_zero; `transformers` brings what its models need."""
     codes = [LOOP.format(ours=ours, hub=hub) for hub in (False, True) for ours in (False, True)]

@@ -74,6 +74,8 @@ class SequenceAttention:
 
     def register(self, configs: list[Any]) -> None:
         """Make the attention of every model with one of these configurations ours."""
+        if not configs:  # without transformers, which others need not import
+            return
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
