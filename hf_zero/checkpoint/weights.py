@@ -30,7 +30,7 @@ _HUB_FORMAT = Late("transformers.modeling_utils", "huggingface.weights", "hub_fo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Tensors that `convert` computes, by name, from the complete values of the sources."""
+    """Tensors that `convert` computes from the complete values of the sources."""
 
     sources: tuple[str, ...]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
