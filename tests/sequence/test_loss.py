@@ -285,6 +285,27 @@ class Own(nn.Module):
         return {"loss": logits.softmax(-1).square().mean() if way == "softmax" else x.mean(), "logits": logits}
 
 
+class Smoothed(Own):
+    """A cross entropy with settings of its own."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, way: str = "mean") -> dict[str, Tensor]:
+        losses = F.cross_entropy(self.lm_head(x), labels, ignore_index=3, label_smoothing=0.2, reduction=way)
+        return {"loss": losses.square().mean()}
+
+
+@pytest.mark.parametrize("way", ["mean", "sum", "none"])
+def test_settings_of_a_cross_entropy(way: str) -> None:
+    found = []
+    for chunked in (False, True):
+        model, engine = start(Smoothed, chunked)
+        loss = model(torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 3, 1, 2, 3, 4]), way=way)["loss"]
+        loss.backward()
+        found.append([loss.detach(), *(zero.full_gradient(param) for param in model.parameters())])
+        engine.detach()
+    for wanted, mine in zip(*found):
+        torch.testing.assert_close(mine, wanted)
+
+
 def headed() -> nn.Module:
     import peft
 
