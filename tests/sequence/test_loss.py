@@ -298,7 +298,7 @@ def test_settings_of_a_cross_entropy(way: str) -> None:
     found = []
     for chunked in (False, True):
         model, engine = start(Smoothed, chunked)
-        loss = model(torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 3, 1, 2, 3, 4]), way=way)["loss"]
+        loss = model(torch.linspace(-1, 1, 48).view(6, 8), labels=torch.tensor([0, 3, 1, 2, 3, 4]), way=way)["loss"]
         loss.backward()
         found.append([loss.detach(), *(zero.full_gradient(param) for param in model.parameters())])
         engine.detach()
