@@ -148,7 +148,8 @@ def _see_saved(run: Run, step: int) -> None:
 
 def _script(run: Run, what: str, shape: tuple[int, ...]) -> None:
     """`t` a step, `a` a micro-step in `no_sync`, `d` two forwards and a backward, `e` evaluation, `w` a write between steps,
-    `o` and `O` observers off and on, `1` and `L` evaluation by the first or the last rank alone, `s` a checkpoint."""
+    `W` the same write on every rank, `o` and `O` observers off and on, `1` and `L` evaluation by the first or the last rank
+    alone, `s` a checkpoint."""
     model = run.model
     for step, each in enumerate(what):
         x = run.inputs(step, *shape) + run.rank
@@ -168,6 +169,9 @@ def _script(run: Run, what: str, shape: tuple[int, ...]) -> None:
         elif each == "w":
             with torch.no_grad():
                 next(model.buffers()).add_(float(run.rank))
+        elif each == "W":
+            with torch.no_grad():
+                next(model.buffers()).fill_(float(step))
         else:
             with run.no_sync(model) if each == "a" else contextlib.nullcontext():
                 outputs = [model(x + k) for k in range(2 if each == "d" else 1)]
@@ -194,6 +198,7 @@ def _buffers(name: str, build: Build, *scripts: str, shape: tuple[int, ...] = (4
 _buffers("convolutions", Convolutions, "tttett", shape=(4, 3, 8, 8))
 _buffers("norms", Normed, "tatteaattet", "attett")
 _buffers("norms_in_two_forwards", Normed, "tdtedt")
+_buffers("norms_written_before_an_evaluation", Normed, "tWettWLet", stage=(1, 2))
 _buffers("recomputed", lambda: Normed(recompute=True), "ttet")
 _buffers("tracker", Tracker, "ttattett", "tttwtt")
 _buffers("quantized", lambda: quantized(False), "tttettat", "ottttttOtttt")

@@ -227,6 +227,7 @@ def backward_tried_again(run: Run) -> None:
         micro(run, 4)
     with caught(Failed):
         in_backward(run)
+    micro(run, 5)  # does not bring them back
     for act in (run.optimizer.step, lambda: run.clip_grad_norm_(model, 1.0)):
         run.refuses(zero.StateError, r"a backward of this step raised.*Call zero_grad\(\)", act)
     run.optimizer.zero_grad()

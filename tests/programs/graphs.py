@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import hf_zero as zero
 from tests.models import mlp
 from tests.oracle import Refused, Run, program
-from tests.programs.usual import trained_on
+from tests.programs.usual import FP32, trained_on
 
 
 @trained_on()
@@ -157,6 +157,17 @@ def post_acc_hook(run: Run) -> None:
         p.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.grad.shape)))
     run.loop()
     run.see(len(seen))
+
+
+@program(reference="average", only=FP32, tells=lambda setting: setting.stage == 3)  # autocast would save copies
+def written_after_it_was_saved(run: Run) -> None:
+    """Refused as in plain PyTorch: the gradient needs the values from before."""
+    model, x = run.mlp(), run.inputs(0)
+    loss = model(x).square().mean()
+    x.zero_()  # the next batch is read into the same memory
+    run.refuses(RuntimeError, "modified by an inplace operation", loss.backward)
+    run.optimizer.zero_grad()
+    run.loop()
 
 
 @program(reference="average")

@@ -9,6 +9,7 @@ import torch
 from tests.models import LanguageModel, adamw, mlp, sgd, token_loss
 from tests.oracle import Run, program
 from tests.programs.accessors import full_gradient
+from tests.programs.branches import Rare
 from tests.programs.usual import FP32
 
 RANKS = {"ranks": (2, 4)}
@@ -43,6 +44,15 @@ def steps_in_backward(run: Run) -> None:
         run.see(loss, "loss")
         optimizer.step()
         optimizer.zero_grad()
+
+
+@program(reference="average", only={"stage": (1, 2, 3), "tier": ("cpu", "disk", "cpu/cpu")})
+def steps_in_backward_what_one_rank_uses(run: Run) -> None:
+    model = run.build(Rare)
+    run.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step_in_backward=True)
+    for step in range(3):
+        model(run.inputs(step, 3, 32), rare=step == 0, shift=run.rank == step % run.world).square().mean().backward()
+        run.update()
 
 
 @program(only={"precision": ("fp32",)}, reference="average", loose=50.0)
