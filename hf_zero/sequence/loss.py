@@ -8,6 +8,7 @@ computes them whole, as the stock head does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -132,11 +133,11 @@ def _lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     if func is Tensor.contiguous:
         return logits
     if func in _POINTWISE:
-        result = func(
-            torch.empty(0, dtype=logits.dtype, device="meta"), *_without_device(rest, logits.device), **kwargs
-        )
+        result = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *rest, **kwargs)
+        if not isinstance(result, Tensor) or result.device != logits.device:
+            return None
         steps = (*logits.steps, lambda values: func(values, *rest, **kwargs))
-        return _again(logits, hidden, steps, result.dtype) if isinstance(result, Tensor) else None
+        return _again(logits, hidden, steps, result.dtype)
     if func in _SHAPES and not kwargs:
         shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
         if all(isinstance(each, int) for each in shape) and shape[-1] == logits.shape[-1]:
@@ -153,11 +154,6 @@ def _is_row(value: Any, logits: Logits) -> bool:
     if not isinstance(value, Tensor) or value.requires_grad or not value.dim():
         return False
     return value.numel() == value.shape[-1] == logits.shape[-1]
-
-
-def _without_device(values: Any, device: torch.device) -> Any:
-    """Leave out the device that logits have already, for a tensor on the meta device."""
-    return tuple(each for each in values if not (isinstance(each, torch.device) and each == device))
 
 
 def _again(logits: Logits, hidden: Tensor, steps: tuple[Step, ...] | None = None, dtype: Any = None) -> Logits:
@@ -271,7 +267,8 @@ class ChunkedLoss(Observer):
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if backward_id() < 0:
-            self._is_active = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
+            named = {**dict(zip(inspect.signature(module.forward).parameters, args)), **kwargs}
+            self._is_active = any(named.get(name) is not None for name in ("labels", "shift_labels"))
             self._is_chunked = False
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -184,6 +184,8 @@ def test_logits_are_not_made() -> None:
     given = data(0, 0)
     with SMALL():
         assert made_by(lambda: model(**given).loss.backward(), 18 * VOCAB) == 0
+        by_position = (given["input_ids"], None, None, None, None, given["labels"])
+        assert made_by(lambda: model(*by_position).loss.backward(), 18 * VOCAB) == 0
         model.eval()
         with torch.no_grad():
             assert made_by(lambda: model(**given).loss, 18 * VOCAB) == 0
@@ -203,6 +205,9 @@ def test_logits_that_are_read() -> None:
         assert torch.equal(out.logits.exp(), wanted.logits.exp())
     assert torch.equal(out.logits[:, -1].argmax(-1), wanted.logits[:, -1].argmax(-1))
     assert torch.equal(out.logits.detach(), wanted.logits.detach())
+    out, wanted = model(**given), wanted_model(**given)
+    assert torch.equal(out.logits.to("cpu", torch.float64), wanted.logits.double())  # a device's name
+    assert out.logits.to("meta").is_meta
     for each, found in ((wanted_model, wanted), (model, out)):
         (found.loss + F.softmax(found.logits, -1).square().mean()).backward()  # a loss of the user's own
         assert each is not None
