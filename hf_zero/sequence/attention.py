@@ -11,6 +11,7 @@ A call that gets another mask did not come through it, and is refused.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class _Name(str):
     """Names the divided attention in a configuration. A copy, which may outlive the engine, gets the user's choice instead."""
 
     chosen: str
+    model: weakref.ref[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return str, (self.chosen,)
@@ -72,8 +74,8 @@ class SequenceAttention:
         self.calls = 0
         self._undo: list[Callable[[], object]] = []
 
-    def register(self, configs: list[Any]) -> None:
-        """Make the attention of every model with one of these configurations ours."""
+    def register(self, configs: list[Any], model: nn.Module) -> None:
+        """Make the attention of every part of `model` with one of these configurations ours."""
         if not configs:  # without transformers, which others need not import
             return
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -81,9 +83,9 @@ class SequenceAttention:
 
         number = next(_NUMBERS)
         for config in configs:
-            chosen = config._attn_implementation or "eager"
+            chosen = getattr(config._attn_implementation, "chosen", config._attn_implementation) or "eager"
             name = _Name(f"hf_zero_{number}_{chosen}")
-            name.chosen = chosen
+            name.chosen, name.model = chosen, weakref.ref(model)
             for interface, function in (
                 (ALL_ATTENTION_FUNCTIONS, torch.compiler.disable(partial(self._attend, chosen))),
                 (ALL_MASK_ATTENTION_FUNCTIONS, partial(self._mask, chosen)),
@@ -279,6 +281,11 @@ def check_model(model: nn.Module, size: int) -> list[Any]:
         name, config = type(each).__name__, each.config
         kinds = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
         mixing = {type(module).__name__ for module in each.modules() if isinstance(module, (nn.Conv1d, nn.RNNBase))}
+        if isinstance(named := config._attn_implementation, _Name) and named.model() is not None:
+            raise ConfigError(
+                f"sp_size={size} replaces attention in a model's configuration, and {name} shares its configuration with another "
+                "model that has sp_size. Give it its own (copy.deepcopy(config)), or call detach() on the other engine"
+            )
         if getattr(each, "_is_stateful", False) or kinds or mixing:
             found = ", ".join(sorted(kinds | mixing)) or "a state along the sequence"
             raise ConfigError(

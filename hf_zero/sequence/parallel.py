@@ -56,7 +56,7 @@ class SequenceParallel(Observer):
         self._engine = engine
         self._group = SequenceGroup(engine.wire, self.size)
         self._attention = SequenceAttention(self._group)
-        self._attention.register(self._configs)
+        self._attention.register(self._configs, engine.model)
         if self.size > 1:
             self._hook()
 

@@ -212,9 +212,11 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "divided twice": message(lambda: engine.local_sequence(engine.local_sequence(batch(0)))),
         "weighed": message(lambda: engine.weigh(torch.ones(()), 1)),
         "attentions": message(lambda: model(**engine.local_sequence(batch(0)), output_attentions=True)),
+        "a configuration of two models": message(lambda: start(type(model)(model.config), 2)),
     }
     assert torch.isfinite(model(**engine.local_sequence(batch(0))).loss)  # goes on after refusals
     engine.detach()
+    start(type(model)(model.config), 2).detach()
     first_parts_full = {**batch(0), "position_ids": torch.tensor([[*range(14), *range(8)]])}
     model = pretraining().bert
     engine = start(model, 2)
@@ -257,6 +259,7 @@ def test_refusals(two: RankPool) -> None:
         "divided twice": "StateError: local_sequence got what local_sequence returned",
         "weighed": "with sp_size=2 the model's loss is the mean over the tokens of all ranks",
         "attentions": "output_attentions",
+        "a configuration of two models": "ConfigError: sp_size=2 replaces attention in a model's configuration",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
         "packed rows that the model does not tell apart": "Its tokens meet outside of attention",
         "a mask passed on": "sp_size=2 does not divide rows of 13 tokens",
