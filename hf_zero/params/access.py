@@ -185,7 +185,7 @@ class _State(_Trained):
     def __init__(self, param: nn.Parameter, what: str, name: str) -> None:
         super().__init__(param, what)
         self.name = name
-        self.binding = next((each for each in self.engine.bindings if self.span in each.spans), None)
+        self.binding = next((each for each in self.engine.bindings if param in each.group_of), None)
         self.segment = next((each for each in self.span.segments if self.number in each.members), None)
         self.value: Any = None
         if self.binding is not None and self.segment is not None:

@@ -282,6 +282,29 @@ def bound_one_after_another(run: Run) -> None:
         optimizer.step()
 
 
+@program
+def two_in_the_place_of_one(run: Run) -> None:
+    """Neighbours among the parameters, which were in one group, go to different optimizers."""
+    model = run.build(Mixed)
+    params = [*model.parameters()]
+    model = run.shard(model, one := adam(params))
+    in_turn(run, model, [one], 0)
+    two = [adam(params[::2], lr=3e-2), torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9)]
+    run.bind(two)
+    every_order(run, model, two, 10)
+    set_full_optimizer_state(run, params[3], "momentum_buffer", torch.full(params[3].shape, 0.01))
+    run.save(model)
+    in_turn(run, model, two, 20)
+    run.load(model)
+    every_order(run, model, two, 30)
+    for number, param in enumerate(params):
+        run.see(full_optimizer_state(run, param, "exp_avg"), f"first moment of {number}")
+        run.see(full_optimizer_state(run, param, "momentum_buffer"), f"momentum of {number}")
+    for optimizer in two:
+        optimizer.load_state_dict(optimizer.state_dict())
+    in_turn(run, model, two, 40)
+
+
 class Breaks(torch.optim.SGD):
     """Raises where it is told to: before its arithmetic, or in the middle of it."""
 
