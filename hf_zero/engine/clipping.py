@@ -44,7 +44,7 @@ def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tens
                 f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip others in a call of "
                 "their own"
             )
-    if wanted.keys() >= trained or (segments and wanted.keys() >= segments.keys()):
+    if wanted.keys() >= trained:
         return every
     found: dict[Span, list[slice]] = {span: [] for span in spans}
     for key, param in wanted.items():
@@ -53,7 +53,10 @@ def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tens
             found[segment.span].append(segment.here)
         elif place is not None and place.span in found and (part := place.span.part_of(place.index)) is not None:
             found[place.span].append(part.here)
-    return {span: sorted(parts, key=lambda part: part.start) for span, parts in found.items()}
+    for span, parts in found.items():
+        is_whole = sum(part.stop - part.start for part in parts) == span.local_numel
+        found[span] = every[span] if is_whole else sorted(parts, key=lambda part: part.start)
+    return found
 
 
 @torch.no_grad()

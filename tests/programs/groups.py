@@ -41,6 +41,22 @@ def clipped_groups_of_one_parameter(run: Run) -> None:
     _clipped_groups(run)
 
 
+@program(more={"ranks": (1, 2, 3)})
+def clipped_groups_that_leave_a_parameter_out(run: Run) -> None:
+    """It trains, and has a gradient that counts in no norm of the groups."""
+    model = run.build(Odd)
+    first, *others = model.parameters()
+    run.shard(model, optimizer := torch.optim.SGD(others, lr=0.1))
+    for step in range(3):
+        run.loss(step).backward()
+        for order in (2.0, float("inf")):
+            run.clip_grad_norm_(model, float("inf"), norm_type=order, parameters=of_groups(run))
+        run.clip_grad_norm_(model, 0.05, parameters=of_groups(run))
+        run.clip_grad_norm_(model, float("inf"), parameters=[first])
+        optimizer.step()
+        model.zero_grad()
+
+
 def _clipped_groups(run: Run) -> None:
     model = run.model
     for step in range(4):
