@@ -283,7 +283,7 @@ def check_model(model: nn.Module, size: int) -> list[Any]:
         mixing = {type(module).__name__ for module in each.modules() if isinstance(module, (nn.Conv1d, nn.RNNBase))}
         if isinstance(named := config._attn_implementation, _Name) and named.model() is not None:
             raise ConfigError(
-                f"sp_size={size} replaces attention in a model's configuration, and {name} shares its configuration with another "
+                f"sp_size={size} replaces attention in a model's configuration, and {name} shares its own with another "
                 "model that has sp_size. Give it its own (copy.deepcopy(config)), or call detach() on the other engine"
             )
         if getattr(each, "_is_stateful", False) or kinds or mixing:
