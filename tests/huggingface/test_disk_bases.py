@@ -180,8 +180,8 @@ def one_rank(rank: int, world: int, base: Path, folder: Path) -> None:
     assert stored_on_disk(engine) > 0
 
 
-def test_one_rank_touches(bases: Path, tmp_path: Path, pools: dict[int, RankPool]) -> None:
-    pools[3].run(one_rank, bases / "small", tmp_path)
+def test_one_rank_touches(bases: Path, tmp_path: Path, two: RankPool) -> None:
+    two.run(one_rank, bases / "small", tmp_path)
 
 
 # Sharded --------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.programs.accessors import (
 )
 from tests.programs.architectures import OddShapes, on_tokens
 from tests.programs.clearing import Spectral
-from tests.programs.usual import is_sharded, see_weights, without_memory
+from tests.programs.usual import FP32, is_sharded, see_weights, without_memory
 
 RANKS = {"ranks": (1, 2, 3)}
 
@@ -335,3 +336,19 @@ def gradients_given_to_parameters_without_any(run: Run) -> None:
 @program(**GIVES)
 def full_matrices_given_gradients(run: Run) -> None:
     _given(run, lambda model: Spectral(model.parameters(), lr=0.1))
+
+
+class Slow(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(0.05)
+        super().step(closure)
+
+
+@program(reference="average", only={"tier": ("cpu", "disk", "cpu/cpu"), **FP32})
+def set_while_the_step_runs(run: Run) -> None:
+    """An offloaded step goes on in a thread; what is set after it is not what it had."""
+    model = run.trained_model(Odd, lambda model: Slow(model.parameters(), lr=0.1))
+    for step in range(3):
+        run.step(step)
+        set_full_parameter(run, model.first.weight, torch.full((33, 16), 0.01 * step))
+        run.see(full_parameter(run, model.first.weight), "what was set")

@@ -196,6 +196,18 @@ def frozen_between_backward_and_step(run: Run) -> None:
         run.update()
 
 
+@program(reference="average", only={"stage": (1, 2)})
+def frozen_between_micro_batches(run: Run) -> None:
+    """Gradients from before are used, though a forward has begun since."""
+    model = run.trained_model(frozen_at_first, decayed)
+    for step in range(3):
+        with run.no_sync(model, defer=True):
+            tokens_loss(run, 2 * step).backward()
+        model.body.blocks[0].requires_grad_(step != 1)
+        tokens_loss(run, 2 * step + 1).backward()
+        run.update()
+
+
 @program(
     only={"stage": (3,), "tier": ("cpu",)},
     refused=(Refused(zero.LayoutError, r"'body\.blocks\.0\..*step_in_backward"),),

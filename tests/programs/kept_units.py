@@ -289,6 +289,19 @@ def without_a_graph_on_one_rank(run: Run) -> None:
             on_features(run, model, optimizer, step)
 
 
+@program(only=BUDGET, reference="average")
+def evaluated_without_a_graph_on_one_rank(run: Run) -> None:
+    """Between a forward and its backward; the other ranks drop what they computed."""
+    with within_budget(run, Residual, room=40_000) as (model, optimizer):
+        for step in range(4):
+            loss = model(run.inputs(step, 3, 64)).square().mean()
+            with torch.set_grad_enabled(run.rank != step % run.world):
+                model(run.inputs(step, 2, 64))
+            loss.backward()
+            run.see(loss, f"loss {step}")
+            update(optimizer)
+
+
 @program(only={**BUDGET, **FP32}, reference="average")
 def weights_that_a_forward_writes(run: Run) -> None:
     make = lambda: nn.Sequential(*(Shrinks() for _ in range(6)))  # noqa: E731

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import hf_zero as zero
-from tests.models import Mixed, ids, mlp, token_loss
+from tests.models import LanguageModel, Mixed, ids, mlp, token_loss
 from tests.optimizers import Layerwise
 from tests.oracle import Refused, Run, program
 from tests.programs.accessors import full_optimizer_state, full_parameter, set_full_optimizer_state
@@ -205,6 +205,24 @@ def clipped_together_and_apart(run: Run) -> None:
     run.see(full_optimizer_state(run, line.bias, "exp_avg"), "a state that was set")
 
 
+@program(only={"precision": ("bf16",)})
+def cleared_between_micro_batches(run: Run) -> None:
+    """One optimizer's gradients, while they are this rank's alone. Two optimizers share spans that were built for one."""
+    model = run.build(LanguageModel)
+    named = [*model.named_parameters()]
+    optimizers = [adam([p for name, p in named if ("up" in name) is is_up]) for is_up in (True, False)]
+    model = run.shard(model, adam(model.parameters()))
+    run.bind(optimizers)
+    for step, way in enumerate((True, False, True)):
+        with run.no_sync(model, defer=True):
+            backward(run, model, 2 * step, "first")
+        optimizers[step % 2].zero_grad(set_to_none=way)
+        backward(run, model, 2 * step + 1, "second")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @program(more={"precision": ("fp32", "bf16", "fp16")})
 def each_skips_by_itself(run: Run) -> None:
     """A gradient of one optimizer overflows on one rank: that optimizer leaves its step out, on every rank."""
@@ -272,6 +290,7 @@ def bound_one_after_another(run: Run) -> None:
     in_turn(run, model, [first, second, third], 20)
     params = [p for p in model.parameters() if p.requires_grad and p.dim() != 2 and p is not one]
     run.bind(last := adam(params, lr=3e-2))
+    run.see([[p.shape for p in group["params"]] for group in third.param_groups], "what the replaced one holds")
     for call in (third.step, third.zero_grad, third.state_dict):
         run.refuses(zero.StateError, "another optimizer was bound in its place", call)
     in_turn(run, model, [first, second, last], 30)

@@ -28,7 +28,7 @@ class AssigningSGD(torch.optim.Optimizer):
                 if p.grad is not None:
                     before = self.state[p].get("before", p.data)
                     self.state[p]["before"] = p.data
-                    p.data = p.data - group["lr"] * p.grad.data + 0.1 * (p.data - before)
+                    p.data = p.data - group["lr"] * p.grad.data + 0.5 * (p.data - before)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -94,7 +94,11 @@ def sam(run: Run) -> None:
         run.update()
 
 
-@trained_on(optimizer=lambda model: AssigningSGD(model.parameters()), loose=3.0)
+@trained_on(
+    optimizer=lambda model: AssigningSGD(model.parameters()),
+    loose=3.0,
+    tells=lambda setting: setting.optimizer_tier == "none" and setting.precision == "fp32",
+)
 def assigning(run: Run, t: int) -> Tensor:
     return run.loss(t)
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from hf_zero import StateError, TierError
-from hf_zero.tiers.array import FileSource, OnDisk
+from hf_zero.tiers.array import FilePieces, FileSource, OnDisk
 from hf_zero.tiers.disk import Disk, Region, file_system
 from hf_zero.tiers.host import Link, pages
 from hf_zero.tiers.pool import Storage
@@ -231,6 +231,8 @@ def test_a_models_own_file(tmp_path: Path) -> None:
     values = OnDisk(FileSource(path, 4000, torch.float32, 2000, meter))
     assert torch.equal(values[500:1500].read(), torch.arange(1500.0, 2500.0))
     assert (meter["read"].calls, meter["read"].bytes) == (1, 4000)
+    joined = OnDisk(FilePieces(9, torch.float32, [(2, values[:2]), (6, values[5:6])]))
+    assert joined.read_into(torch.ones(9)).tolist() == [0, 0, 1000, 1001, 0, 0, 1005, 0, 0]
     with pytest.raises(StateError, match=rf"{path}.*cannot be written"):
         values.zero_()
     os.truncate(path, 10_000)
