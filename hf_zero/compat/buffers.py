@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -147,6 +147,14 @@ class Buffers(Observer):
         if not self._is_watched:
             return []
         self._backwards += 1
+        reshaped = [
+            name
+            for (of, key), (name, sign) in zip(self._slots, self._live.items())
+            if (buffer := of.get(key)) is not None and _sign(buffer) != sign
+        ]
+        if reshaped:  # live again with the new sign, once the ranks have compared it
+            self._make_live((), {}, without=reshaped)
+            self._written.update(reshaped)
         now, seen = self._versions(), self._seen
         if len(now) != len(seen) or any(a is not b or v != w for (a, v), (b, w) in zip(now, seen)):
             before = {id(buffer): version for buffer, version in seen}
@@ -188,7 +196,8 @@ class Buffers(Observer):
         wanted = set[str]().union(*(names for _, names in told))
         alike = self._alike(everyone)
         wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
-        self._make_live(wrong + [name for name in alike if name in wanted and name not in wrong], alike)
+        again = [name for name in alike if name in wanted and name not in wrong]
+        self._make_live(wrong + again, alike, without=self._own)
         self._forget_live()
 
     def _forget_live(self) -> None:
@@ -199,8 +208,9 @@ class Buffers(Observer):
         self._prints, self._seen = kept, self._versions()
         self._sum = _sum(kept)
 
-    def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign]) -> None:
-        self._live |= {name: signs[name] for name in names}
+    def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign], without: Collection[str] = ()) -> None:
+        kept = {name: sign for name, sign in self._live.items() if name not in without}
+        self._live = kept | {name: signs[name] for name in names}
         self._ready = None
         modules = dict(self._model.named_modules())
         self._slots = []

@@ -68,6 +68,21 @@ class Tracker(nn.Module):
         return self.head(x + self.mean + self.queue.mean(0)) * (1 + self.rare.float().sum())
 
 
+class Growing(nn.Module):
+    """A queue that is empty at first, and longer after each of the first forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
+        self.register_buffer("queue", torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.training:
+            self.queue = torch.cat([self.queue, x.detach().mean(0, keepdim=True)])[-4:]
+        return self.head(x + self.queue.mean(0))
+
+
 class Quantized(nn.Module):
     """What quantization-aware training observes and rounds: a layer, a batch norm, an activation."""
 
@@ -201,6 +216,7 @@ _buffers("norms_in_two_forwards", Normed, "tdtedt")
 _buffers("norms_written_before_an_evaluation", Normed, "tWettWLet", stage=(1, 2))
 _buffers("recomputed", lambda: Normed(recompute=True), "ttet")
 _buffers("tracker", Tracker, "ttattett", "tttwtt")
+_buffers("growing", Growing, "tttatettt")
 _buffers("quantized", lambda: quantized(False), "tttettat", "ottttttOtttt")
 _buffers("quantized_and_traced", lambda: quantized(True), "tttettat")
 _buffers("norms_evaluated_by_one_rank", Normed, "t1t1Lt1LLtsLt", debug=(False, True))
