@@ -18,7 +18,7 @@ from ..plan.costs import Placement
 from ..plan.plan import Drafter
 from .context import Context
 from .optimizer import Groups
-from .parameter import disown, set_raw_data
+from .parameter import disown, set_raw_data, set_raw_grad, take_raw_grads
 from .span import Span
 from .unit import Unit
 
@@ -68,9 +68,11 @@ def build_units(
         spans = []
         for layout in context.layout.units[index].spans:
             params = [param_of[slot.spec.name] for slot in layout.slots]
-            for param in params:
-                param.grad = None
+            grads = take_raw_grads(params)
             spans.append(Span(layout, params, context, placements[layout.index]))
+            for param, grad in zip(params, grads):
+                if grad is not None:  # as a backward inside `no_sync` leaves it
+                    set_raw_grad(param, grad.to(param.device, param.dtype))
         unit = Unit(group.name, index, group.hosts, spans, context)
         context.units.append(unit)
         if context.frees:

@@ -447,6 +447,8 @@ class Engine:
     def detach(self) -> None:
         """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective.
 
+        Gradients are cleared.
+
         Raises:
             StateError: an optimizer's step was left half done.
             TierError: on every rank: one could not read its values.

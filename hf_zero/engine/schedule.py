@@ -58,7 +58,7 @@ class Schedule:
         self._task = -1
         self.holds_gradients = False
         self._has_run_backward = False  # since the last step
-        self._may_have_missed = False  # a forward since the last flush has a graph
+        self._may_have_missed = True  # a forward since the last flush has a graph; parameters may come with gradients
         self._keeps_graph = False  # the backward builds a graph of itself
         # Forward
         self._running: list[int] = [0] * len(self.units)

@@ -287,6 +287,25 @@ def reduced_after_no_sync(run: Run) -> None:
     run.update()
 
 
+@program(reference="average", only={"deferred": (False,)})
+def there_before_sharding(run: Run) -> None:
+    """Ranks have other ones. They are clipped, stepped with, added to, and cleared."""
+    for step, first in enumerate(("clip", "step", "backward", "clear")):
+        model = mlp()
+        optimizer = sgd(model)
+        model(run.inputs(step)).square().mean().backward()
+        model = run.shard(model, optimizer)
+        if first == "backward":
+            run.loss(step + 4).backward()
+        elif first == "clear":
+            optimizer.zero_grad()
+            run.loss(step + 4).backward()
+        elif first == "clip":
+            run.clip_grad_norm_(model, 0.01)
+        run.update()
+        run.step(step + 8)
+
+
 @program(tells=lambda row: row.optimizer_tier == "disk")
 def edited_after_clipping(run: Run) -> None:
     """Some gradients change, and a backward adds to all, after clipping has scaled them."""
