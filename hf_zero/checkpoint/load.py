@@ -25,7 +25,7 @@ from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_ver
 from .ranges import MASTER, OptimizerState, Parameters, ParameterState, Range, Reader, ranges_of
 from .safetensors import Stored
 from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, is_ours
-from .weights import Located, WeightFormat, checked_header, find_weights, persistent_buffers
+from .weights import Located, WeightFormat, checked_header, extra_states, find_weights, persistent_buffers
 
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
 _MOST_STEPS = 2**53  # larger counts are not exact in float64
@@ -111,7 +111,7 @@ class Loading:
                 for name, pieces in located.pieces.items()
             }
             self._reader.read(ranges_of(parameters.to_fill(), places))
-            buffers = persistent_buffers(model)
+            buffers, extras = persistent_buffers(model), extra_states(model)
             for conversion in located.conversions:
                 made = conversion.convert({key: self._reader.whole(stored[key]) for key in conversion.sources})
                 for param, piece in parameters.to_fill():
@@ -120,7 +120,11 @@ class Loading:
                 for name in buffers.keys() & made.keys():
                     buffers[name].copy_(made[name])
             for name, key in located.buffers.items():
-                buffers[name].copy_(self._reader.whole(stored[key]))
+                value = self._reader.whole(stored[key])
+                if name in extras:
+                    extras[name].set_extra_state(value)
+                else:
+                    buffers[name].copy_(value)
             self._reader.close()
         return located
 

@@ -25,6 +25,8 @@ from .files import inside, read_json
 from .manifest import Manifest, check_name, check_segments
 from .safetensors import Header, Stored, read_header
 
+EXTRA_STATE = "_extra_state"
+"""The last part of the key of a module's own state."""
 _HUB_FORMAT = Late("transformers.modeling_utils", "huggingface.weights", "hub_format")
 
 
@@ -76,7 +78,7 @@ class Located:
     Attributes:
         pieces: parameter (first name) -> pieces of stored tensors by key, in order, without gaps. `here` is in the
             parameter.
-        buffers: buffer name -> key.
+        buffers: name of a buffer, or of a module's own state -> key.
         conversions: from keys to parameters; one at a time is in memory.
         missing: parameters and persistent buffers that the folder does not have.
         unexpected: keys that belong to nothing in the model.
@@ -148,7 +150,8 @@ class StateDictFormat:
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"state_dict() has a {type(value).__name__} under {key!r}, and only tensors can be saved"
+                    f"state_dict() has a {type(value).__name__} under {key!r}, and only tensors can be saved. Return a tensor "
+                    "from get_extra_state()"
                 )
             first = names.get(key)
             if first in done:
@@ -163,7 +166,7 @@ class StateDictFormat:
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
         """Return where stored tensors belong; see `WeightFormat`."""
-        names = (*names_of(self._model), *persistent_buffers(self._model))
+        names = (*names_of(self._model), *persistent_buffers(self._model), *extra_states(self._model))
         return locate_by_name(self._model, dict(zip(names, names)), stored)
 
 
@@ -178,9 +181,10 @@ def locate_by_name(
         stored: key -> the tensor in a file.
         optional: keys that may be missing.
     """
-    names, buffers = names_of(model), persistent_buffers(model)
+    names, buffers, extras = names_of(model), persistent_buffers(model), extra_states(model)
     first: dict[int, str] = {}
     first_of = {**names, **{name: first.setdefault(id(buffer), name) for name, buffer in buffers.items()}}
+    first_of |= {name: name for name in extras}
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     pieces: dict[str, tuple[Extent[str], ...]] = {}
@@ -190,6 +194,8 @@ def locate_by_name(
         name = known.get(key)
         if name is None:
             unexpected.append(key)
+        elif name in extras:
+            found_buffers[name] = key
         elif shapes[name] != found.shape:
             mismatched.append((key, found.shape, shapes[name]))
         elif name in buffers:
@@ -216,6 +222,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that save a state of their own (`get_extra_state`), by its key in `state_dict()`."""
+    return {
+        f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
 

@@ -21,6 +21,7 @@ from transformers.integrations.accelerate import get_device
 
 from ..checkpoint.ranges import NamedPiece, Reader, ranges_of
 from ..checkpoint.safetensors import Stored, read_header, sampled
+from ..checkpoint.weights import EXTRA_STATE
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
 from ..core.layout import Extent
@@ -31,7 +32,7 @@ from ..params.init import Init
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
 from .stock import replaced
-from .weights import EXTRA_STATE, PlannedLoad, planned_load
+from .weights import PlannedLoad, planned_load
 
 
 def reading(init: Init) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,12 @@ from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights
 
 from ..checkpoint.safetensors import Stored
 from ..checkpoint.weights import (
+    EXTRA_STATE,
     Conversion,
     Entry,
     Files,
     Located,
+    extra_states,
     locate_by_name,
     names_of,
     persistent_buffers,
@@ -40,8 +42,6 @@ from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from .converters import Conversions
 from .stock import Attributes, own_types, replaced, serving, stand_in_state
-
-EXTRA_STATE = "_extra_state"  # the last part of the key of a module's own state
 
 
 def hub_format(model: nn.Module) -> HubFormat | AdapterFormat | None:
@@ -108,7 +108,7 @@ class HubFormat:
 
     def _locate(self, stored: Mapping[str, Stored], mapping: list[Any]) -> Located:
         model = self._model
-        names, buffers = names_of(model), persistent_buffers(model)
+        names, buffers = names_of(model), {**persistent_buffers(model), **extra_states(model)}
         state = stand_in_state(model)
         with replaced([(model, "_weight_conversions", getattr(model, "_weight_conversions", None))]):
             plan = planned_load(model, stored, LoadStateDictConfig(weight_mapping=mapping), place=False)
@@ -367,7 +367,8 @@ def planned_load(
         (core_loading, "tqdm", lambda items, *args, **kwargs: items),  # nothing is loaded yet
     ]
     if not place or not all(param.is_meta for param in model.parameters()):
-        known = stand_in_state(model)  # `state_dict()` of a sharded model is a collective, and gathers it
+        # `state_dict()` of a sharded model is a collective, and gathers it.
+        known = stand_in_state(model) | dict.fromkeys(extra_states(model), torch.empty(0, device="meta"))
         others.append((model, "state_dict", lambda *args, **kwargs: dict(known)))
     with replaced(others), conversions.recording():
         info, _ = core_loading.convert_and_load_state_dict_in_model(
@@ -379,7 +380,7 @@ def planned_load(
 
 
 def _located(
-    conversions: Conversions, results: Mapping[str, Tensor], names: Mapping[str, str], buffers: Mapping[str, Tensor]
+    conversions: Conversions, results: Mapping[str, Tensor], names: Mapping[str, str], buffers: Collection[str]
 ) -> Located:
     pieces: dict[str, Sequence[Extent[str]]] = {}
     found_buffers: dict[str, str] = {}

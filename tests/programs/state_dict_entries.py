@@ -319,6 +319,46 @@ class Outer(nn.Module):
         pass
 
 
+class Counting(nn.Linear):
+    """Its forwards are its state."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.count = 0
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.count, 7])
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = int(state[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) / self.count
+
+
+@program(reference="average")
+def states_of_modules_come_back(run: Run) -> None:
+    def named_by_transformers() -> nn.Module:
+        model: Any = gpt2(n_embd=16)
+        model.transformer.ln_f = nn.Sequential(model.transformer.ln_f, Counting())
+        return model
+
+    def named_by_torch() -> nn.Module:
+        return nn.Sequential(Counting(), Counting())
+
+    for make, rows in (named_by_torch, run.inputs), (named_by_transformers, run.ids):
+        model = run.trained_model(make)
+        for step in range(3):
+            out = model(rows(step))
+            getattr(out, "logits", out).square().mean().backward()
+            run.update()
+            if step == 1:
+                run.save(model, make.__name__)
+        run.load(model, make.__name__)
+        run.see([module.count for module in model.modules() if isinstance(module, Counting)], "forwards")
+
+
 class Hooked(nn.Linear):
     """Asks for a part's own state dict in a hook, as quantisers do."""
 
