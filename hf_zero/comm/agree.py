@@ -100,7 +100,7 @@ def same_structure(
     config: ZeroConfig,
     mixed_precision: str | None,
     specs: list[list[ParamSpec]],
-    originals: Sequence[Sequence[Sequence[nn.Parameter]]],
+    optimizers: Sequence[torch.optim.Optimizer],
     names: dict[nn.Parameter, list[str]],
 ) -> None:
     """Compare settings, parameters and optimizer groups over the ranks.
@@ -110,7 +110,7 @@ def same_structure(
         config: the settings.
         mixed_precision: the compute precision.
         specs: by unit, its parameters.
-        originals: by optimizer and group, the model's parameters.
+        optimizers: over the model's parameters.
         names: of the parameters.
 
     Raises:
@@ -118,7 +118,8 @@ def same_structure(
     """
     if wire.size == 1:
         return
-    lines = [f"config {sorted(config.to_dict().items())}", f"mixed_precision {mixed_precision}"]
+    lines = [f"{name}={value!r}" for name, value in config.to_dict().items()]
+    lines += [f"mixed_precision={mixed_precision!r}"]
     lines += [
         f"parameter {spec.name!r} shape {spec.shape} dtype {spec.dtype} trainable {spec.trainable} "
         f"optimizer {spec.optimizer if spec.optimizer >= 0 else 'none'} tied to {spec.names[1:]} in unit {number}"
@@ -126,9 +127,9 @@ def same_structure(
         for spec in unit
     ]
     lines += [
-        f"optimizer group {i}{_which(number)} of {[names[p][0] for p in group]}"
-        for number, groups in enumerate(originals)
-        for i, group in enumerate(groups)
+        f"optimizer group {i}{_which(number)} ({type(optimizer).__name__}) of {[names[p][0] for p in group['params']]}"
+        for number, optimizer in enumerate(optimizers)
+        for i, group in enumerate(optimizer.param_groups)
     ]
     same_lines(differing(wire, lines) or [])
 

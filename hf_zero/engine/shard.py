@@ -105,7 +105,7 @@ def shard(
             for each in optimizers
         ]
         specs = specs_of(drafter, originals, optimizers, kinds)
-    agree.same_structure(wire, config, mixed_precision, specs, originals, drafter.names)
+    agree.same_structure(wire, config, mixed_precision, specs, optimizers, drafter.names)
     wire.open_groups()
     created = {param: names[0] for param, names in drafter.names.items() if source_of(param) is None}
     agree.same_values(wire, ((name, param.detach()) for param, name in created.items()), fingerprint)

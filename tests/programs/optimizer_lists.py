@@ -434,6 +434,12 @@ def another_order_on_one_rank(run: Run) -> None:
     run.shard(model, apart(model)[:: -1 if run.rank else 1])
 
 
+@program(only=ONE_PLACE, refused=(Refused(zero.RankMismatchError, r"group 0 \(SGD\).*group 0 \(RMSprop\)"),))
+def another_class_on_one_rank(run: Run) -> None:
+    model = run.build(mlp)
+    run.shard(model, (torch.optim.RMSprop if run.rank else torch.optim.SGD)(model.parameters(), lr=0.1))
+
+
 @program(only=ONE_PLACE, refused=(Refused(zero.RankMismatchError, "'lr' of the optimizer's group 0 of optimizer 1"),))
 def another_rate_on_one_rank(run: Run) -> None:
     model = run.build(mlp)
