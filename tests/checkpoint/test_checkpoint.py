@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from hf_zero.config import parse_bytes
 from tests.conformance.checkpoint import same
 from tests.conformance.test_checkpoints import Zoo, optimizer_of
 from tests.kit.health import peak_growth_bytes
+from tests.kit.injection import instead
 from tests.kit.jobs.harness import flip
 
 pytestmark = pytest.mark.gloo
@@ -316,6 +319,42 @@ def test_saving_and_loading_need_no_more_than_a_few_buffers(two, tmp_path):
     for saving, loading in grown:
         assert saving < 48 << 20
         assert loading < 64 << 20
+
+
+class Shares(nn.Module):
+    """A long matrix; one buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2100, 2100))
+        self.register_buffer("first", torch.randn(3))
+        self.register_buffer("second", self.first)
+
+
+@pytest.mark.filterwarnings("ignore:.*plain model folder")
+def test_a_plain_folder_in_another_type_and_without_second_names(tmp_path):
+    """9 MB, which are converted in two parts."""
+    model = Shares()
+    stored = {"weight": model.weight.detach().bfloat16(), "first": torch.ones(3)}
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
+    save_file(stored, tmp_path / "model.safetensors")
+    engine.load(tmp_path)
+    assert torch.equal(model.weight.detach(), stored["weight"].float())
+    assert model.second.tolist() == [1, 1, 1]
+
+
+def test_files_beside_an_index(tmp_path):
+    """One that was added is not read; all of them must fit the disk together."""
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine.save(tmp_path / "saved", max_shard_size="4KB")
+    save_file({name: torch.zeros_like(value) for name, value in before.items()}, tmp_path / "saved/model.safetensors")
+    engine.load(tmp_path / "saved")
+    same(dict(model.state_dict()), before, "weights")
+    with instead(os, statvfs=lambda real, folder: SimpleNamespace(f_bavail=6, f_frsize=1000)):
+        with pytest.raises(zero.CheckpointError, match="need 7... bytes, the disk has 6000 left"):
+            engine.save(tmp_path / "again", max_shard_size="4KB")
 
 
 def sparse(rank: int, world: int, folder: Path) -> None:

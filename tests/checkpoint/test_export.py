@@ -294,9 +294,11 @@ def test_outputs_that_are_not_replaced(tmp_path: Path) -> None:
     (out / "notes.txt").write_text("mine")
     with pytest.raises(zero.ConfigError, match="is not empty.*overwrite=True"):
         zero.export(source, out)
+    (out / "README.md").write_text("My model.")
     zero.export(checkpoint(tmp_path / "shards", max_shard_size="30KB"), out, overwrite=True)
     assert not (out / "model.safetensors").exists()
     assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "README.md").read_text() == "My model."
     for inside in (source, source / "inner", tmp_path):
         with pytest.raises(zero.ConfigError, match="lie in one another"):
             zero.export(source, inside, overwrite=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import hf_zero as zero
 from hf_zero.checkpoint.manifest import MANIFEST
+from tests.kit.pool import RankPool
 
 
 @pytest.fixture
@@ -68,5 +70,30 @@ def test_the_oldest_go_and_a_damaged_one_before_them(run: Path) -> None:
     assert names(run) == ["checkpoint-4", "checkpoint-9", "other_99"]
     zero.prune_checkpoints(run, keep=1)
     assert names(run) == ["checkpoint-9", "other_99"]
+    (run / "checkpoint-11" / ".zero_saving-x").mkdir(parents=True)  # another job writes it
+    zero.prune_checkpoints(run, keep=1)
+    assert names(run) == ["checkpoint-11", "checkpoint-9", "other_99"]
     with pytest.raises(zero.CheckpointError, match="at least 1 checkpoint, found keep=0"):
         zero.prune_checkpoints(run, keep=0)
+
+
+def damaged_in_turn(rank: int, world: int, folder: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    engine = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in (1, 2):
+        engine.save(folder / f"checkpoint-{step}")
+    for name in zero.verify(folder / "checkpoint-2").files:
+        path = folder / "checkpoint-2" / name
+        raw = path.read_bytes()
+        for data, newest in ((raw[:-1] + bytes([raw[-1] ^ 1]), 1), (raw, 2)):
+            engine.exchange(None)
+            if rank == 0:
+                path.write_bytes(data)
+            engine.exchange(None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert zero.latest_checkpoint(folder) == folder / f"checkpoint-{newest}", name
+
+
+def test_ranks_that_check_a_part_each_find_what_any_of_them_finds(two: RankPool, tmp_path: Path) -> None:
+    two.run(damaged_in_turn, tmp_path)

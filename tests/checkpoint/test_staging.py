@@ -96,6 +96,8 @@ def test_files_are_durable_before_the_rename_and_before_the_manifest(start, tmp_
         return
     moved = [index for index, (kind, _) in enumerate(log) if kind == "replace"]
     assert log[moved[-1]][1] == str(target / MANIFEST)
+    order = [log[index][1] for index in moved]
+    assert order.index(str(target / "model.safetensors")) > order.index(str(target / "optimizer/optimizer.json"))
     between = {path for kind, path in log[moved[-2] : moved[-1]] if kind == "fsync"}
     assert between >= {str(target / name) for name in ["", "optimizer", "new/er/still", "new/er", "new"]}
     assert ("fsync", str(target)) in log[moved[-1] :]
@@ -191,6 +193,15 @@ def test_a_manifest_that_lists_staged_files(tmp_path):
     save(target, NEW, "new")
     assert version_of(target, {}) == "new"
     assert left_overs(tmp_path) == []
+
+
+def test_older_pickles_of_the_same_weights_go(tmp_path):
+    target, others = tmp_path / "out", {"adapter_model.bin": "another kind", "pytorch_model.fp16.bin": "a variant"}
+    save(target, OLD, "old")
+    for name, text in {"pytorch_model.bin": "older weights", **others}.items():
+        (target / name).write_text(text)
+    save(target, NEW, "new")
+    assert version_of(target, others) == "new"
 
 
 def test_a_linked_folder_stays_linked(tmp_path):

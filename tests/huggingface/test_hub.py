@@ -151,10 +151,6 @@ def command_line(place: Path) -> None:
     with contextlib.redirect_stdout(said):
         assert cli(["export", str(trained(place)), "--push-to-hub", "typed"]) == 0
     assert "uploaded to" in said.getvalue()
-    assert_refused(
-        lambda: zero.export(trained(place), push_to_hub="user/typed", private=True),
-        "user/typed exists on the Hub and is public",
-    )
 
 
 @pytest.mark.wide
@@ -316,6 +312,10 @@ def refused_then_overwritten(repo: str, source: Path, part: str) -> set[str]:
 
 def adapter_over_full(place: Path) -> None:
     zero.export(full(place), push_to_hub="user/full")
+    assert_refused(
+        lambda: zero.export(full(place), push_to_hub="user/full", private=True),
+        "user/full exists on the Hub and is public",
+    )
     files = refused_then_overwritten("user/full", adapter(place), "model.safetensors")
     assert "adapter_model.safetensors" in files
     assert "model.safetensors" not in files
