@@ -105,6 +105,8 @@ def load_state(item: Stateful, saved: Field) -> None:
         for name, entry in saved.entries():
             if name in _COUNTS:
                 entry.integer(2**53)
+            elif name == "lr_lambdas":  # attributes of callables, of another kind where the schedule is another
+                entry.read_by(lambda found: [dict(each or {}) for each in found], "objects or null")
             elif name in mine:
                 entry.like(mine[name])
             elif hasattr(type(item), name):

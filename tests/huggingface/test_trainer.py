@@ -155,6 +155,17 @@ def test_a_finished_run_that_is_resumed_takes_no_step(tmp_path: Path) -> None:
     assert distance({name: now[name] for name in stored}, stored) == 0.0
 
 
+@pytest.mark.parametrize("schedules", [("linear", "constant"), ("constant", "cosine")])
+def test_resume_under_another_schedule(schedules: tuple[str, str], tmp_path: Path) -> None:
+    for name, resume in zip(schedules, (None, True)):
+        settings = {"zero_stage": 2, "save_steps": 1, "lr_scheduler_type": name, "max_steps": 2 if resume else 1}
+        trainer = Trainer(gpt2(), small(tmp_path, **settings), train_dataset=Tokens())
+        trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == 2
+    (rate,) = {group["lr"] for group in trainer.optimizer.param_groups}
+    assert rate == (5e-5 if schedules[1] == "constant" else 0.0)
+
+
 def test_resume_without_checkpoints_is_the_stock_error(tmp_path: Path) -> None:
     trainer = Trainer(gpt2(), small(tmp_path, zero_stage=3), train_dataset=Tokens())
     with pytest.raises(ValueError, match="No valid checkpoint found"):
