@@ -152,7 +152,7 @@ def _local(run: Run, of: str, param: nn.Parameter, change: Callable[[Tensor], Te
         param.data = change(param.data)
 
 
-@program(reference="average", more=RANKS)
+@program(reference="average", more=RANKS, tells=lambda setting: setting.ranks > 1)
 def accessors(run: Run) -> None:
     """Whole and local values, read and written; the next step works on what was written."""
     model = run.trained_model(Odd, adamw)
@@ -276,12 +276,12 @@ def an_empty_parameter(run: Run) -> None:
 
 
 class Partly(nn.Module):
-    """Its forward uses one of three layers."""
+    """Its forward uses one of two layers; the other has two matrices."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.used = nn.Linear(16, 16)
-        self.unused, self.never = (nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.unused.never = nn.Parameter(torch.randn(16, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
@@ -344,7 +344,7 @@ class Slow(torch.optim.SGD):
         super().step(closure)
 
 
-@program(reference="average", only={"tier": ("cpu", "disk", "cpu/cpu"), **FP32})
+@program(reference="average", only={"stage": (3,), "tier": ("cpu", "disk", "cpu/cpu"), **FP32})
 def set_while_the_step_runs(run: Run) -> None:
     """An offloaded step goes on in a thread; what is set after it is not what it had."""
     model = run.trained_model(Odd, lambda model: Slow(model.parameters(), lr=0.1))
@@ -352,3 +352,23 @@ def set_while_the_step_runs(run: Run) -> None:
         run.step(step)
         set_full_parameter(run, model.first.weight, torch.full((33, 16), 0.01 * step))
         run.see(full_parameter(run, model.first.weight), "what was set")
+
+
+def _set_after_a_forward(run: Run) -> None:
+    """No backward follows; the next forward has what was set."""
+    model = run.mlp(depth=1)
+    for step in range(3):
+        run.loss(step)
+        set_full_parameter(run, model[0].weight, torch.full((16, 16), 0.1 * step))
+        run.see(run.loss(step), "loss with what was set")
+        run.step(step)
+
+
+@program(reference="average", only={"stage": (3,), **FP32})
+def set_after_a_forward(run: Run) -> None:
+    _set_after_a_forward(run)
+
+
+@program(reference="average", only={"stage": (1, 2), "replicas": (1,), **FP32})
+def set_where_full_parameters_stay(run: Run) -> None:
+    _set_after_a_forward(run)

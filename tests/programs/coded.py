@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.models import LanguageModel, mlp, sgd, token_loss
+from tests.models import LanguageModel, Odd, mlp, sgd, token_loss
 from tests.oracle import Run, program
 from tests.programs.accessors import full_parameter
 
@@ -46,6 +46,15 @@ def learns_by_int8(run: Run) -> None:
 @program(only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")}, loose=2.0)
 def learns_by_fp8(run: Run) -> None:
     _learns(run, wire="fp8")
+
+
+@program(only=CODED | {"replicas": (2,), "precision": ("fp32",)})
+def norms_of_spans_with_padding(run: Run) -> None:
+    run.trained_model(Odd)
+    for step in range(2):
+        run.loss(step).backward()
+        run.clip_grad_norm_(run.model, float("inf"))
+        run.update()
 
 
 def _decays(run: Run, **config: object) -> None:

@@ -218,9 +218,10 @@ def broken(rank: int, world: int, folder: Path, stage: int, call: str) -> str:
     """The disk of one rank fails; every rank raises, and trains on once there is room again."""
     model, optimizer, engine = start("llama", folder, "disk", stage=stage)
     loss_of(model, rank, 0, False).backward()
+    before = loss_of(model, rank, 1, False) if call == "preadv" else None  # parts of pages are read to be written
     with instead(os, **{call: fails(errno.ENOSPC)}) if rank == 1 else nullcontext():
         with pytest.raises(zero.TierError) as raised:
-            loss_of(model, rank, 1, False).backward()
+            (loss_of(model, rank, 1, False) if before is None else before).backward()
     optimizer.zero_grad()
     loss_of(model, rank, 2, False).backward()
     optimizer.step()

@@ -217,6 +217,10 @@ def refused(rank: int, world: int) -> dict[str, str]:
     assert torch.isfinite(model(**engine.local_sequence(batch(0))).loss)  # goes on after refusals
     engine.detach()
     start(type(model)(model.config), 2).detach()
+    engine = start(llama(), 2, debug=True)
+    engine.local_sequence(batch(0))
+    found["other rows later"] = message(lambda: engine.local_sequence(batch(rank)))
+    engine.detach()
     first_parts_full = {**batch(0), "position_ids": torch.tensor([[*range(14), *range(8)]])}
     model = pretraining().bert
     engine = start(model, 2)
@@ -252,6 +256,7 @@ def test_refusals(two: RankPool) -> None:
         "router": "output_router_logits",
         "ranks": "sp_size=3 does not divide 2 ranks into groups of one size: choose one of 1, 2",
         "other rows": "RankMismatchError: the 2 ranks of a group divide one batch, and theirs differ in input_ids, labels",
+        "other rows later": "RankMismatchError: the 2 ranks of a group divide one batch",
         "not divided": "StateError: a forward of LlamaForCausalLM trains on whole sequences",
         "4-D mask": "attention_mask has the shape (2, 1, 12, 12)",
         "positions of images": "position_ids has the shape (3, 2, 12)",
