@@ -47,18 +47,18 @@ def program(pattern: str) -> tuple[str, ...]:
 MUTANTS = (
     # Gradients
     Mutant(
-        "direct reduce gives the sum instead of the mean",
-        "comm/wire.py",
-        "        torch.add(parts[0], parts[1], out=out)\n        rest = parts[2:]",
-        "        torch.add(parts[0], parts[1], out=out)\n        out.mul_(len(parts))\n        rest = parts[2:]",
-        program("loops"),
+        "a third backward hides that the second one raised",
+        "engine/schedule.py",
+        "            self._has_run_backward = not self._is_first",
+        "            self._has_run_backward = False",
+        program("failures"),
     ),
     Mutant(
-        "a reduced gradient has the wrong sign in one element",
-        "comm/wire.py",
-        "        torch.add(parts[0], parts[1], out=out)\n        rest = parts[2:]",
-        "        torch.add(parts[0], parts[1], out=out)\n        out[-1:].neg_()\n        rest = parts[2:]",
-        program("loops"),
+        "a step in backward updates what this rank alone has gradients of",
+        "engine/host_step.py",
+        "iter(self._context.wire.max_scalar(flags).tolist())",
+        "iter(mine)",
+        program("options"),
     ),
     Mutant(
         "a gradient is off by one part in a thousand",
@@ -387,10 +387,10 @@ MUTANTS = (
         ("tests/conformance/test_checkpoints.py", "tests/checkpoint"),
     ),
     Mutant(
-        "random states are not loaded",
+        "all ranks get the random state of rank 0",
         "checkpoint/objects.py",
-        "        if len(generators) == wire.size:",
-        "        if len(generators) == -1:",
+        "generators[wire.rank].read_by(",
+        "generators[0].read_by(",
         ("tests/conformance/test_checkpoints.py", "tests/checkpoint"),
     ),
     Mutant(

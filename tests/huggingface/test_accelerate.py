@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import importlib
 import json
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 import hf_zero as zero
 from tests.huggingface.test_plugin import refused
+from tests.kit.injection import fails, instead
 from tests.kit.jobs.harness import distance, flip, gpt2, optimizer_distance
 
 STAGES = (0, 1, 2, 3)
@@ -239,6 +242,9 @@ def test_load_state_of_plain_accelerate_names_what_does_not_fit(tmp_path: Path) 
     save_file(stranger, folder / "model.safetensors")
     with pytest.raises(zero.CheckpointError, match=r"missing \['1.bias'\], unexpected \['stranger'\]"):
         accelerator.load_state(str(folder))
+    save_file({f"module.{name}": 2 * value for name, value in state.items()}, folder / "model.safetensors")
+    accelerator.load_state(str(folder))  # of a DistributedDataParallel
+    assert distance(dict(model.state_dict()), {name: 2 * value for name, value in state.items()}) == 0.0
     save_file(state, folder / "model.safetensors")
     (folder / "optimizer.bin").unlink()
     with pytest.raises(zero.CheckpointError, match="expected optimizer/ or optimizer.bin"):
@@ -313,10 +319,34 @@ def test_a_failed_save_state_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(zero.CheckpointError, match="no more"):
         accelerator.save_state()
     hook.remove()
+    with instead(os, fsync=fails(errno.EIO)), pytest.raises(zero.CheckpointError, match="Input/output error"):
+        accelerator.save_state()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
     accelerator.save_state()
     assert accelerator.save_iteration == 2
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0", "checkpoint_1"]
+
+
+class HalfDone(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        raise ValueError("after it wrote")
+
+
+def test_load_state_after_a_step_that_was_left_half_done(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=3))
+    model = nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, HalfDone(model.parameters(), lr=0.1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator.save_state(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match="after it wrote"):
+        step(accelerator, model, optimizer)
+    with pytest.raises(zero.StateError, match="stopped half-way"):
+        model(torch.ones(2, 4))
+    accelerator.load_state(str(tmp_path / "saved"))
+    model(torch.ones(2, 4))
+    assert distance(dict(model.state_dict()), before) == 0.0
 
 
 def test_end_training_waits_for_the_save(tmp_path: Path) -> None:
