@@ -36,13 +36,13 @@ def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tens
     wanted = {id(param): param for param in ([params] if isinstance(params, Tensor) else params)}
     trained = {id(param) for span in spans for param in span.params}
     segments = {id(segment.tensor): segment for span in spans for segment in span.segments}
-    for key in wanted.keys() - trained - segments.keys():
+    for key in (key for key in wanted if key not in trained and key not in segments):
         param, place = wanted[key], place_of(wanted[key])
         # A rank has a tensor without elements for a group of which it has none.
         if param.numel() and (place is None or place.unit.context is not context):
             raise LayoutError(
-                f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip others in a call of "
-                "their own"
+                f"a parameter to clip, of shape {tuple(param.shape)}, is not of the sharded model. Clip it in a call of "
+                "its own, or all by torch.nn.utils.clip_grad_norm_, which takes parameters of several models"
             )
     if wanted.keys() >= trained:
         return every

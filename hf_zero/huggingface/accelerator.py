@@ -268,15 +268,18 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
         return engine
 
     def _zero_engine_to_clip(self, params: Iterable[Any]) -> Engine | None:
-        """Return the engine of `params`: parameters, or what an optimizer's groups hold, this rank's flat slices.
+        """Return the engine of all `params`: parameters, or what an optimizer's groups hold, this rank's flat slices.
 
-        Another Accelerator may have made it: accelerate's own state belongs to the process, too.
+        None if there is none: torch's function clips parameters of several models, by lazy gradients. Another Accelerator may
+        have made the engine: accelerate's own state belongs to the process, too.
         """
-        engine, wanted = _engine_holding(params), frozenset(map(id, params))
-        for optimizer in () if engine is not None else map(bare_optimizer, self._optimizers):
-            if not wanted.isdisjoint(_param_ids(optimizer)):
-                return self._zero_engine_of(optimizer)
-        return engine
+        engines = {_engine_holding([param]) for param in params}
+        if engines == {None}:
+            of_slices: dict[int, Engine | None] = {}
+            for optimizer in map(bare_optimizer, self._optimizers):
+                of_slices |= dict.fromkeys(_param_ids(optimizer), self._zero_engine_of(optimizer))
+            engines = {of_slices.get(id(param)) for param in params}
+        return engines.pop() if len(engines) == 1 else None
 
 
 _ALL_RANKS = "all ranks must make as many steps with a sharded model, for each holds parts that the others need"

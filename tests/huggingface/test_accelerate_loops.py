@@ -31,7 +31,6 @@ from tests.huggingface.accelerate_runs import (
 from tests.kit.jobs.harness import (
     RANK,
     Tokens,
-    assert_refused,
     files_under,
     gpt2,
     optimizer_distance,
@@ -98,7 +97,7 @@ def prepare_in_any_order() -> None:
 
 
 def clip_choices() -> None:
-    """Parts of the parameters, values, the optimizer's own slices, and a mixture that must be refused."""
+    """Parts of the parameters, values, the optimizer's own slices, and a mixture with a parameter that is not sharded."""
     out: dict[str, Any] = {}
     batch = {name: value[None] for name, value in Tokens()[RANK].items()}
     for name, stage in (("ddp", None), ("zero", 3)):
@@ -117,10 +116,11 @@ def clip_choices() -> None:
         if stage is not None:
             slices = [p for group in run.optimizer.param_groups for p in group["params"]]
             assert float(clip(slices, float("inf"))) == out[name]["all"]
-            stranger = nn.Parameter(torch.zeros(3))
-            mixed = [*every, stranger]
-            assert_refused(lambda: clip(mixed, 1.0), "(3,), is not of the sharded model", kind="LayoutError")  # noqa: B023
-        run.accelerator.clip_grad_value_(run.model.parameters(), 1e-3)
+        stranger = nn.Parameter(torch.zeros(3))
+        stranger.grad = torch.full((3,), 0.2)
+        out[name]["mixed"] = float(clip([*every, stranger], 0.3))
+        run.accelerator.clip_grad_value_([*every, stranger], 1e-3)
+        out[name]["stranger"] = float(stranger.grad.norm())
         out[name]["after clip_grad_value_"] = float(clip(run.model.parameters(), float("inf")))
         clip(run.model.parameters(), 1e-4)
         out[name]["after clip_grad_norm_"] = float(clip(run.model.parameters(), float("inf")))
@@ -268,6 +268,8 @@ def two_models() -> None:
         for _ in range(2):
             accelerator.backward(a(**batch).loss + b(**batch).loss)
             norms = [float(accelerator.clip_grad_norm_(m.parameters(), 1.0)) for m in (a, b)]
+            norms.append(float(accelerator.clip_grad_norm_([*a.parameters(), *b.parameters()], 0.5)))
+            accelerator.clip_grad_value_([*a.parameters(), *b.parameters()], 1e-2)
             for optimizer in (x, y):
                 optimizer.step()
                 optimizer.zero_grad()
