@@ -70,7 +70,8 @@ def clip_norm(parts: Parts, context: Context, max_norm: float, order: float) -> 
 
     def local() -> Tensor:
         having = [(span, chosen) for span, chosen in parts.items() if span.bucket.grad is not None]
-        return power_sum((values for span, chosen in having for values in _values(span, chosen)), order, context.device)
+        counting = ((span, part) for span, chosen in having for part in counted(span, chosen, order))
+        return power_sum((each for span, part in counting for each in _values(span, [part])), order, context.device)
 
     norm = over_ranks(read(wire, local, may_fail=may_fail), order, wire, is_shared=context.layout.shards > 1)
     if not {span.master_dtype for span in parts} & {torch.float64, torch.complex128}:
@@ -149,6 +150,19 @@ def power_sums(parts: Sequence[Tensor], order: float) -> Tensor:
         return torch.stack([power_sum([part], order, device) for part in parts])
     norms = torch.stack([part.sum() if not part.numel() else torch.linalg.vector_norm(part, order) for part in parts])
     return norms.double() if math.isinf(order) else norms.double().pow(order)
+
+
+def counted(span: Span, chosen: Sequence[slice], order: float) -> Sequence[slice]:
+    """Return the elements that count in a norm.
+
+    Zeros of the padding, and of parameters without a gradient, change no sum and no maximum. In a norm of a negative order
+    they would be the smallest elements.
+    """
+    if order >= 0:
+        return chosen
+    present = [part.here for index, part in span.parts() if span.bucket.present[index]]
+    cuts = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a in chosen for b in present]
+    return [cut for cut in cuts if cut.start < cut.stop]
 
 
 def _values(span: Span, chosen: Iterable[slice]) -> Iterator[Tensor]:

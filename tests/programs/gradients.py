@@ -85,7 +85,7 @@ def one_tensor_for_all_coefficients(run: Run) -> None:
         run.update()
 
 
-ORDERS = (2.0, 1.0, 3.0, float("inf"))
+ORDERS = (2.0, 1.0, 3.0, float("inf"), -float("inf"))
 
 
 def _edit_alone(param: nn.Parameter, number: int) -> None:
