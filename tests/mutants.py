@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "clipping leaves out the last span",
         "engine/clipping.py",
-        "if span.bucket.grad is not None]\n        return power_sum",
-        "if span.bucket.grad is not None][:-1]\n        return power_sum",
+        "if span.bucket.grad is not None]\n        counting",
+        "if span.bucket.grad is not None][:-1]\n        counting",
         program("clip"),
     ),
     Mutant(

@@ -266,7 +266,8 @@ def half(rank: int, world: int, place: str, folder: str, where: str, is_used: bo
 
 @pytest.mark.parametrize("place", ["stage 0", "stage 1", "stage 3", "host", "disk, parameters too", "in backward"])
 def test_half_a_step_is_refused_until_a_checkpoint_is_loaded(two: RankPool, tmp_path: Any, place: str) -> None:
-    for where in ("backward",) if place == "in backward" else ("before", "in the middle"):
+    wheres = {"in backward": ["backward"], "disk, parameters too": ["in the middle"]}
+    for where in wheres.get(place, ["before", "in the middle"]):
         two.run(half, place, str(tmp_path), where, True)
 
 
