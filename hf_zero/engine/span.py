@@ -411,7 +411,7 @@ class Span:
     @property
     def is_readable(self) -> bool:
         """`full` has memory. The storage says so: a signal may come between a change of it and any note of that."""
-        return self.stays or self._storage.nbytes() > 0
+        return self.stays or self._storage.nbytes() == self.full_bytes
 
     @property
     def is_freed_in_place(self) -> bool:
