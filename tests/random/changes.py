@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import hf_zero as zero
+from tests.random.loops import fits
 from tests.random.models import unwrap
-from tests.random.user import User
+from tests.random.user import MORE_OPTIMIZERS, OPTIMIZERS, User
 
 Act = Callable[[User], None]
 
@@ -86,6 +87,46 @@ def full_gradient(u: User) -> None:
     chosen = [params[name] for name in u.rng.sample(sorted(params), min(2, len(params)))]
     grads = [p.grad if u.run.is_plain else zero.full_gradient(p) for p in chosen]
     u.see("gradients", *(torch.zeros(p.shape) if grad is None else grad for p, grad in zip(chosen, grads)))
+
+
+@_before_step
+def group_clip(u: User) -> None:
+    """As wrappers of optimizers and loss scalers, which know no model."""
+    params = [p for group in u.optimizer.param_groups for p in group["params"]]
+    if u.rng.random() < 0.5:
+        u.see("norm", nn.utils.clip_grad_norm_(params, 0.3))
+    else:
+        u.run.clip_grad_norm_(u.model, 0.3, parameters=params)
+    for p in params:
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+@_before_step
+def set_gradient(u: User) -> None:
+    if not u.params(trained=True):
+        return
+    p = u.some_param(trained=True)
+    value = torch.full(p.shape, 0.01)
+    if u.run.is_plain or u.rng.random() < 0.5:
+        p.grad = value
+    else:
+        zero.set_full_gradient(p, value)
+
+
+def weighed(u: User) -> None:
+    """Ranks with samples of different weight."""
+    weight, total = 1.0 + u.run.rank, u.world * (u.world + 1) / 2
+    loss = u.forward_loss()
+    u.descend(loss * (weight * u.world / total) if u.run.is_plain else u.engine.weigh(loss, weight))
+
+
+def zeroed(u: User) -> None:
+    """Gradients that are zeros and not None: every parameter that had one is updated."""
+    u.backward(u.forward_loss())
+    u.optimizer.step()
+    u.model.zero_grad(set_to_none=False)
+    u.train(1, skip=u.rng.randrange(len(u.case.arch.parsed)))
 
 
 def hooked(u: User) -> None:
@@ -186,6 +227,27 @@ def full_parameter(u: User) -> None:
         zero.set_full_parameter(p, value * 0.5 + 0.01)
 
 
+def unsharded(u: User) -> None:
+    """All full parameters for a while; edits inside are kept."""
+    with torch.no_grad(), u.run.unsharded(u.model):
+        u.evaluate()
+        if u.rng.random() < 0.7:
+            p = u.some_param()
+            p.mul_(0.9) if u.rng.random() < 0.5 else p.data.mul_(0.9)
+            u.evaluate("after an edit")
+        if u.rng.random() < 0.5 and u.run.rank == 0:
+            u.see("norms", *(value.float().norm() for value in u.model.state_dict().values()))
+    u.train()
+
+
+def read(u: User) -> None:
+    """Logging, and penalties on weights."""
+    p, q = u.some_param(), u.some_param()
+    u.see("values", p.detach().float().sum(), q.norm().item(), p.data.float().flatten()[:1].clone().numpy())
+    penalty = sum((p.float().square().sum() for p in u.some_piece().parameters()), torch.zeros(()))
+    u.descend(u.forward_loss() + 0.01 * penalty)
+
+
 def state_dict(u: User) -> None:
     for name, value in u.model.state_dict().items():
         if u.run.rank == 0:
@@ -197,6 +259,17 @@ def deepcopy(u: User) -> None:
     twin, batch = copy.deepcopy(u.model).eval(), u.batch(5)
     with torch.no_grad(), u.autocast():
         u.see("copy", unwrap(twin(batch.x, batch.ids)))
+
+
+def average(u: User) -> None:
+    """A moving average of the weights."""
+    twin = torch.optim.swa_utils.AveragedModel(u.model)
+    for n in range(2):
+        u.train(n)
+        twin.update_parameters(u.model)
+    batch = u.batch(5)
+    with torch.no_grad(), u.autocast():
+        u.see("average", unwrap(twin.eval()(batch.x, batch.ids)))
 
 
 # Optimizers, files, and the engine's own calls --------------------------------------------------------------------------
@@ -242,6 +315,58 @@ def rebind(u: User) -> None:
     u.run.trained[-1].optimizers[:] = [u.optimizer]
     if not u.run.is_plain:
         u.engine.bind(u.optimizer)
+    u.train()
+
+
+def freeze(u: User) -> None:
+    """Freeze a part, or unfreeze it, for two steps of the same optimizer."""
+    params = [*u.some_piece(*u.model.heads).parameters()]
+    flags = [p.requires_grad for p in params]
+    if len(u.params(trained=True)) - sum(flags) <= len(u.left_out):
+        return
+    for p in params:
+        p.requires_grad_(not flags[0])
+    u.train()
+    u.train(1)
+    for p, flag in zip(params, flags):
+        p.requires_grad_(flag)
+    u.train(2)
+
+
+def two_optimizers(u: User) -> None:
+    """Two of them instead of one, and one again."""
+    names = sorted(set(u.params(trained=True)) - set(u.left_out))
+    if len(names) < 2:
+        return
+    build = (OPTIMIZERS | MORE_OPTIMIZERS)[u.case.optimizer]
+    two = [build([{"params": [u.params()[name] for name in part]}]) for part in (names[::2], names[1::2])]
+    _bind(u, two)
+    for n in range(2):
+        u.backward(u.forward_loss(n))
+        for optimizer in two:
+            optimizer.step()
+            if u.rng.random() < 0.5:
+                optimizer.zero_grad()
+        u.model.zero_grad()
+    u.optimizer = u.new_optimizer()
+    _bind(u, [u.optimizer])
+    u.train(2)
+
+
+def _bind(u: User, optimizers: list[torch.optim.Optimizer]) -> None:
+    u.run.trained[-1].optimizers[:] = optimizers
+    if not u.run.is_plain:
+        u.engine.bind(optimizers)
+
+
+@fits(lambda case: "disk" not in case.setting.tier)
+def group_write(u: User) -> None:
+    """Between steps, to what the optimizer holds."""
+    with torch.no_grad():
+        for group in u.optimizer.param_groups:
+            for p in group["params"]:
+                p.mul_(0.95)
+    u.evaluate()
     u.train()
 
 
