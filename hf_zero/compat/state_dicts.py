@@ -84,9 +84,7 @@ class StateDicts(Observer):
         self._context.check()
         with self._wire.watch.doing("state_dict()"):
             if not self._context.is_unsharded:
-                self._engine.follow_writes(
-                    spans
-                )  # full parameters lack what user code wrote to the optimizer's tensors
+                self._engine.follow_writes()  # full parameters lack what user code wrote to the optimizer's tensors
             if not all(map(self._is_shown, spans)):
                 self._engine.finish_step()
             for span in spans:

@@ -37,7 +37,7 @@ class Writes(Observer):
     """Finds writes to parameters and carries them into the masters."""
 
     def attach(self, engine: Engine) -> None:
-        self._context, self._units = engine.context, engine.units
+        self._engine, self._context, self._units = engine, engine.context, engine.units
         self._params = [param for unit in self._units for param in unit.params]
         self._versions = {span: _versions(span.params) for unit in self._units for span in unit.spans}
         self._totals = [sum(_versions(unit.params)) for unit in self._units]
@@ -86,6 +86,11 @@ class Writes(Observer):
         if self._marked:
             self._renew(unit)
 
+    def masters_written(self, unit: Unit) -> None:
+        # Where a master is the memory of `local`, it has the writes, and a digest of both tells nothing.
+        self._find(unit, [span for span in unit.spans if not span.is_alias])
+        self.writes_dropped(unit)
+
     def writes_dropped(self, unit: Unit) -> None:
         self._see(unit)
         self._renew(unit)
@@ -118,22 +123,28 @@ class Writes(Observer):
 
     # What -------------------------------------------------------------------------------------------------------------
 
-    def _find(self, unit: Unit) -> None:
-        """Carry what was written to a unit's parameters, which are readable, since the last call."""
+    def _find(self, unit: Unit, spans: Sequence[Span] | None = None) -> None:
+        """Carry what was written to a unit's parameters, which are readable, since the last call.
+
+        Args:
+            spans: of the unit, these alone; None: all.
+        """
         if unit.is_apart:
             return
+        spans = unit.spans if spans is None else spans
         with torch._C.DisableTorchFunctionSubclass():
             total = sum(map(_version, unit.params))
         if total != self._totals[unit.index]:
-            before = [self._versions[span] for span in unit.spans]
-            self._see(unit)
-            for span, old in zip(unit.spans, before):
-                now = self._versions[span]
-                self._keep(span, [index for index in range(len(now)) if now[index] != old[index]])
-        for span in unit.spans if self._marked else ():
+            changed = [(span, self._rewritten(span)) for span in spans]
+            alone = [self._alone(span, written) for span, written in changed]
+            self._see(unit)  # before `keep`, which may read masters
+            for (span, written), noted in zip(changed, alone):
+                self._keep(span, written, noted)
+        for span in spans if self._marked else ():
             if span in self._marked:
                 marked = self._marked[span]
-                self._keep(span, [index for index, found in _digests(span, marked) if found != marked[index]])
+                written = [index for index, found in _digests(span, marked) if found != marked[index]]
+                self._keep(span, written, self._alone(span, written))
                 if not span.has_outside_views:
                     del self._marked[span]
 
@@ -149,10 +160,31 @@ class Writes(Observer):
             if span in self._marked:
                 self._marked[span] = dict(_digests(span, self._marked[span]))
 
-    def _keep(self, span: Span, written: list[int]) -> None:
+    def _rewritten(self, span: Span) -> list[int]:
+        """Return the parameters that were written in place since the last call, as torch counts."""
+        return [index for index, (a, b) in enumerate(zip(self._versions[span], _versions(span.params))) if a != b]
+
+    def _alone(self, span: Span, written: Sequence[int]) -> list[int]:
+        """Return those of the written parameters whose values are the same on every rank where user code wrote the same.
+
+        Of the others each rank's memory shows its own part of what was written to the optimizer's tensors.
+
+        Raises:
+            StateError: user code wrote the optimizer's tensors of these parameters, too, in other memory.
+        """
+        both = [index for index in written if self._engine.wrote_group_of(span.params[index])]
+        if both and not span.is_alias:
+            raise StateError(
+                f"parameter {span.name_of(both[0])!r} and tensors of its optimizer group were written, and no forward or step "
+                "came in between, so neither write can count alone. Write one of the two, or call engine.refresh() between"
+            )
+        return [index for index in written if index not in both]
+
+    def _keep(self, span: Span, written: Sequence[int], noted: list[int]) -> None:
         if written:
             keep(span, written, self._shown.get(span))
-            self._note(span, written, [span.view(index) for index in written])
+        if noted:
+            self._note(span, noted, [span.view(index) for index in noted])
 
     def _note(self, span: Span, written: list[int], values: list[Tensor]) -> None:
         """The masters have these values of parameters.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.held_signals import HeldSignals
 from ..core.instance import Patches
@@ -18,12 +20,12 @@ from .optimizer import Binding
 from .optimizer_dict import load_state_dict, state_dict
 from .parameter import raw_data
 from .segments import Segment
-from .span import Span
 from .step import StepWrapper
 
 if TYPE_CHECKING:
     from .engine import Engine
 
+_VERSION = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _MODES = ("train", "eval")
 """Methods of schedule-free optimizers that write what the groups hold."""
 
@@ -52,9 +54,7 @@ class BoundOptimizers:
         self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
-        self._versions_of: dict[Tensor, int] | None = None
-        """By tensor, `_versions`; made when it is needed."""
-        self._mark_versions()
+        self.mark_versions()
         self._read: dict[Segment, int] = {}
         """Segments whose `data` was read since the last step, with samples of their values."""
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
@@ -94,7 +94,7 @@ class BoundOptimizers:
         for binding in self.bindings:
             if binding.optimizer not in self._wrappers:
                 self._take(binding.optimizer)
-        self._mark_versions()
+        self.mark_versions()
 
     def follow_groups(self) -> None:
         """Translate what user code has done to groups. A collective where it has; user code does the same on every rank."""
@@ -210,7 +210,7 @@ class BoundOptimizers:
         self._context.wire.watch.step += 1
         self._context.wire.watch.phase = "what follows the step"
         engine.schedule.stepped()
-        self._mark_versions()
+        self.mark_versions()
         self._read.clear()
         for event in engine.events.after_step:
             event(optimizer)
@@ -243,8 +243,7 @@ class BoundOptimizers:
     def _write(self, optimizer: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method that writes what the groups hold, maybe through `.data`."""
         self.get(optimizer, method.__name__)
-        self._engine.schedule.quiesce()
-        self._engine.wait_for_host_steps()
+        self._engine.quiesce()
         if self._engine.pinned is not None:
             # Before the write: where full parameters are the masters' memory, both show it.
             self._engine.pinned.refuse_writes()
@@ -254,14 +253,12 @@ class BoundOptimizers:
 
     def follow_writes(self) -> None:
         """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
-        if [unit for unit in self._context.units if unit.is_apart]:
+        if any(map(attrgetter("is_apart"), self._context.units)):
             return  # `GatheredParameters` shows values that are not in the masters yet
-        known, before = self._known, self._versions
-        self._mark_versions()
-        is_counted = before != self._versions
+        tensors, versions = self._current()
+        is_counted = versions != self._versions
         if is_counted:  # not by a split alone: a segment that was split in two here may be one on another rank
-            versions = dict(zip(known, before))
-            is_counted = any(versions.get(each, now) != now for each, now in zip(self._known, self._versions))
+            is_counted = self._are_later(tensors, versions)
         is_uncounted = not is_counted and self._has_uncounted_writes()
         if is_uncounted and self._context.layout.shards > 1 and not self._context.frees:
             raise StateError(
@@ -273,16 +270,21 @@ class BoundOptimizers:
             if self._engine.pinned is not None:
                 self._engine.pinned.refuse_writes()
             self._refresh()
+        else:
+            self._known, self._versions = tensors, versions
 
-    def were_written(self, spans: Sequence[Span]) -> bool:
-        """Return whether tensors of these spans may have been written. The time does not depend on other spans."""
-        if self._versions_of is None:
-            self._versions_of = dict(zip(self._known, self._versions))
-        segments = [segment for span in spans for segment in span.segments]
-        with torch._C.DisableTorchFunctionSubclass():
-            versions = [(segment.tensor, segment.tensor._version) for segment in segments]
-        is_counted = any(self._versions_of.get(tensor, now) != now for tensor, now in versions)
-        return is_counted or bool(self._read) or any(segment.was_moved for segment in segments)
+    def wrote_group_of(self, param: nn.Parameter) -> bool:
+        """See `Engine.wrote_group_of`."""
+        for binding in self.bindings:
+            if (number := binding.group_of.get(param)) is not None:
+                tensors = [segment.tensor for segment in binding.segments[number]]
+                was_moved = any(segment.was_moved for segment in binding.segments[number])
+                return was_moved or self._are_later(tensors, _versions(tensors))
+        return False
+
+    def _are_later(self, tensors: Sequence[Tensor], versions: Sequence[int]) -> bool:
+        known = dict(zip(self._known, self._versions))
+        return any(known.get(tensor, version) != version for tensor, version in zip(tensors, versions))
 
     def _refresh(self) -> None:
         pinned = self._engine.pinned
@@ -292,15 +294,16 @@ class BoundOptimizers:
         self._read.clear()
         if pinned is not None:
             pinned.renew()
-        self._mark_versions()
 
-    def _mark_versions(self) -> None:
-        """Take up the tensors in groups and their versions, of those without elements too: each rank must see a write."""
-        groups = [group for binding in self.bindings for group in binding.optimizer.param_groups]
-        self._known: list[Tensor] = [tensor for group in groups for tensor in group["params"]]
-        with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [tensor._version for tensor in self._known]
-        self._versions_of = None
+    def mark_versions(self) -> None:
+        """What was written to tensors in groups until now is known."""
+        self._known, self._versions = self._current()
+
+    def _current(self) -> tuple[list[Tensor], list[int]]:
+        """The tensors in groups and their versions, of those without elements too: each rank must see a write."""
+        groups = chain.from_iterable(binding.optimizer.param_groups for binding in self.bindings)
+        tensors: list[Tensor] = [*chain.from_iterable(map(itemgetter("params"), groups))]
+        return tensors, _versions(tensors)
 
     def _data_read(self, segment: Segment, values: Tensor) -> None:
         if segment not in self._read:
@@ -316,7 +319,13 @@ class BoundOptimizers:
             )
 
     def _were_moved(self) -> bool:
-        return bool([s for binding in self.bindings for group in binding.segments for s in group if s.was_moved])
+        groups = chain.from_iterable(binding.segments for binding in self.bindings)
+        return any(map(attrgetter("was_moved"), chain.from_iterable(groups)))
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_VERSION, tensors))
 
 
 def _without_stock(method: Callable[..., Any], stock: object) -> Callable[..., Any]:

@@ -181,11 +181,12 @@ class Engine:
 
             self.schedule.quiesce()
             self.wait_for_host_steps()
-            if not self.context.frees:  # user code did not write what this rank's parts of full parameters show
+            if not self.context.frees:
                 for unit in self.units:
-                    for event in self.events.writes_dropped:
+                    for event in self.events.masters_written:
                         event(unit)
             read(self._wire, publish, may_fail=self.context.storage.uses_disk)
+            self._bound.mark_versions()
         by_unit: dict[Unit, list[Span]] = {}
         for span in spans:
             by_unit.setdefault(span.unit, []).append(span)
@@ -224,13 +225,16 @@ class Engine:
         for event in self.events.after_zero_grad:
             event()
 
-    def follow_writes(self, spans: Sequence[Span] | None = None) -> None:
-        """Parameters get what user code wrote to tensors of optimizer groups, if it wrote to those of `spans` (None: any).
+    def follow_writes(self) -> None:
+        """Parameters get what user code wrote to tensors of optimizer groups. A collective where it wrote."""
+        self._bound.follow_writes()
 
-        A collective where it wrote.
+    def wrote_group_of(self, param: nn.Parameter) -> bool:
+        """Return whether user code wrote tensors of the parameter's optimizer group, and no other parameters followed yet.
+
+        The same on every rank, where user code writes all tensors of a group.
         """
-        if spans is None or self._bound.were_written(spans):
-            self._bound.follow_writes()
+        return self._bound.wrote_group_of(param)
 
     def wait_for_host_steps(self) -> None:
         """Return when no other thread updates masters or reads gradients."""

@@ -35,6 +35,7 @@ class Observer:
         `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
+        `masters_written(unit)`: the masters may have other values than a moment ago, which parameters that stay will show.
         `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
         `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
             forwards. It gathers the units, and returns the value of `run()`, which calls the function.
@@ -88,6 +89,7 @@ class Events:
     before_reduce: list[Callable[..., None]]
     unit_reduced: list[Callable[..., None]]
     before_save: list[Callable[[], None]]
+    masters_written: list[Callable[..., None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
     before_unsharded: list[Callable[[], None]]
