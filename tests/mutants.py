@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "a write in place between steps is lost",
         "compat/writes.py",
-        "[index for index in range(len(now)) if now[index] != old[index]]",
-        "[]",
+        "_versions(span.params))) if a != b]",
+        "_versions(span.params))) if a < 0]",
         program("writes"),
     ),
     Mutant(
@@ -277,7 +277,7 @@ MUTANTS = (
     Mutant(
         "a write to the optimizer's tensors is not noticed",
         "engine/bound.py",
-        "        is_counted = before != self._versions\n",
+        "        is_counted = versions != self._versions\n",
         "        is_counted = False\n",
         program("writes or optimizers"),
     ),

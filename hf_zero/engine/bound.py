@@ -54,6 +54,8 @@ class BoundOptimizers:
         self._wrappers: dict[torch.optim.Optimizer, StepWrapper] = {}
         for binding in bindings:
             self._take(binding.optimizer)
+        self._known: list[Tensor]
+        self._versions: list[int]
         self.mark_versions()
         self._read: dict[Segment, int] = {}
         """Segments whose `data` was read since the last step, with samples of their values."""

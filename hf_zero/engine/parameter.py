@@ -134,7 +134,7 @@ class ShardedParameter(nn.Parameter):
     def set_(self, *source: Any, **named: Any) -> Any:
         """Assign `data`: the parameter stays a view of its span."""
         # torch does not ask the class of the source, which may be a released parameter.
-        given = [each.detach() if isinstance(each, Tensor) else each for each in source]
+        given: list[Any] = [each.detach() if isinstance(each, Tensor) else each for each in source]
         named = {name: each.detach() if isinstance(each, Tensor) else each for name, each in named.items()}
         self.data = torch.empty(0, dtype=self.dtype, device=self.device).set_(*given, **named)
         return self
