@@ -313,6 +313,8 @@ def _given(run: Run, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) ->
             set_full_gradient(run, model.unused.weight, GIVEN.clone())
         elif step in (2, 4):
             _set_part(run, model.unused.weight)
+        else:
+            set_full_gradient(run, model.used.weight, GIVEN.clone())  # where its bias has none any more
         run.see([param.grad is not None for param in model.parameters()], "which have gradients")
         for param in model.parameters():
             run.see(full_gradient(run, param), "gradient")
@@ -327,7 +329,7 @@ def _given(run: Run, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) ->
 GIVES: dict[str, Any] = {"reference": "average", "only": {"precision": ("fp32",), "replicas": (1,)}}
 
 
-@program(**GIVES)
+@program(**GIVES, tells=lambda setting: setting.optimizer_tier != "none")
 def gradients_given_to_parameters_without_any(run: Run) -> None:
     """The next step uses them; alone, too."""
     _given(run, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, eps=1e-3))

@@ -353,9 +353,11 @@ def frozen_by_groups_that_one_rank_has(run: Run) -> None:
 def _frozen_by_rank(run: Run) -> None:
     run.mlp()
     run.step(0)
+    run.model[0].requires_grad_(False)
+    run.step(1)
     if run.rank == 1:
         run.model[2].requires_grad_(False)
-    run.step(1)
+    run.step(2)
 
 
 FLAGS = Refused(zero.RankMismatchError, r"requires_grad of parameter '2\.weight' is not the same")
