@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
+from tests.programs.accessors import full_optimizer_state, set_full_optimizer_state
 from tests.random.loops import fits
 from tests.random.models import unwrap
 from tests.random.user import MORE_OPTIMIZERS, OPTIMIZERS, User
@@ -119,6 +120,18 @@ def weighed(u: User) -> None:
     weight, total = 1.0 + u.run.rank, u.world * (u.world + 1) / 2
     loss = u.forward_loss()
     u.descend(loss * (weight * u.world / total) if u.run.is_plain else u.engine.weigh(loss, weight))
+
+
+def kept_back(u: User) -> None:
+    """Local gradients wait for a later backward, at stages that reduce in each, too."""
+    for n in range(2):
+        with u.run.no_sync(u.model, **({} if u.run.is_plain else {"defer": True})):
+            u.syncing = False
+            u.backward(u.forward_loss(n))
+        u.syncing = True
+        if n == 0 and u.rng.random() < 0.3:
+            u.evaluate()
+    u.descend(u.forward_loss(2))
 
 
 def zeroed(u: User) -> None:
@@ -308,6 +321,8 @@ def rebind(u: User) -> None:
     """Freeze a part, or unfreeze it, and continue with a new optimizer."""
     piece = u.some_piece(u.model.heads[0])
     thaw = not next(piece.parameters()).requires_grad
+    if thaw and u.case.optimizer == "lars":  # docs/LIMITS.md, "Optimizers"
+        return
     if not thaw and len(u.params(trained=True)) <= sum(1 for _ in piece.parameters()) + len(u.left_out):
         return
     piece.requires_grad_(thaw)
@@ -357,6 +372,47 @@ def _bind(u: User, optimizers: list[torch.optim.Optimizer]) -> None:
     u.run.trained[-1].optimizers[:] = optimizers
     if not u.run.is_plain:
         u.engine.bind(optimizers)
+
+
+@fits(lambda case: case.groups == 2)
+def group_freeze(u: User) -> None:
+    """A whole group rests for two steps."""
+    if len(u.optimizer.param_groups) < 2:
+        return
+    tensors = u.optimizer.param_groups[1]["params"]
+    if u.rng.random() < 0.5:
+        tensors = u.optimizer.param_groups[0]["params"]
+    for flag in (False, True):
+        for p in tensors:
+            p.requires_grad_(flag)
+        u.train(flag)
+        u.train(2 + flag)
+
+
+def optimizer_state(u: User) -> None:
+    """Moments are read, and written."""
+    if not u.params(trained=True):
+        return
+    p = u.some_param(trained=True)
+    for name in ("momentum_buffer", "exp_avg", "square_avg"):
+        value = full_optimizer_state(u.run, p, name)
+        u.see(name, value)
+        if value is not None and value.shape == p.shape and u.rng.random() < 0.7:
+            set_full_optimizer_state(u.run, p, name, value.clone() * 0.5)
+    u.train()
+
+
+def local_write(u: User) -> None:
+    """Each rank writes the elements that it owns."""
+    for p in (u.some_param(), u.some_param()):
+        if u.run.is_plain:
+            p.data.mul_(0.5)
+        else:
+            zero.set_local_parameter(p, zero.local_parameter(p) * 0.5)
+    if not u.run.is_plain:
+        u.engine.refresh()
+    u.evaluate()
+    u.train()
 
 
 @fits(lambda case: "disk" not in case.setting.tier)
