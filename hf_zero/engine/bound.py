@@ -298,11 +298,11 @@ class BoundOptimizers:
             pinned.renew()
 
     def mark_versions(self) -> None:
-        """What was written to tensors in groups until now is known."""
+        """Take what was written to tensors in groups until now as known."""
         self._known, self._versions = self._current()
 
     def _current(self) -> tuple[list[Tensor], list[int]]:
-        """The tensors in groups and their versions, of those without elements too: each rank must see a write."""
+        """Return the tensors in groups and their versions, of those without elements too: each rank must see a write."""
         groups = chain.from_iterable(binding.optimizer.param_groups for binding in self.bindings)
         tensors: list[Tensor] = [*chain.from_iterable(map(itemgetter("params"), groups))]
         return tensors, _versions(tensors)
