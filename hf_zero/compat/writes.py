@@ -172,13 +172,14 @@ class Writes(Observer):
         Raises:
             StateError: user code wrote the optimizer's tensors of these parameters, too, in other memory.
         """
-        both = [index for index in written if self._engine.wrote_group_of(span.params[index])]
+        both = {*self._engine.beside_written([span.params[index] for index in written])} if written else set()
         if both and not span.is_alias:
+            first = next(index for index in written if span.params[index] in both)
             raise StateError(
-                f"parameter {span.name_of(both[0])!r} and tensors of its optimizer group were written, and no forward or step "
+                f"parameter {span.name_of(first)!r} and tensors of its optimizer group were written, and no forward or step "
                 "came in between, so neither write can count alone. Write one of the two, or call engine.refresh() between"
             )
-        return [index for index in written if index not in both]
+        return [index for index in written if span.params[index] not in both]
 
     def _keep(self, span: Span, written: Sequence[int], noted: list[int]) -> None:
         if written:

@@ -275,14 +275,17 @@ class BoundOptimizers:
         else:
             self._known, self._versions = tensors, versions
 
-    def wrote_group_of(self, param: nn.Parameter) -> bool:
-        """See `Engine.wrote_group_of`."""
+    def beside_written(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """See `Engine.beside_written`."""
+        if self._current()[1] == self._versions and not self._were_moved():  # as nearly always
+            return []
+        written: set[nn.Parameter] = set()
         for binding in self.bindings:
-            if (number := binding.group_of.get(param)) is not None:
-                tensors = [segment.tensor for segment in binding.segments[number]]
-                was_moved = any(segment.was_moved for segment in binding.segments[number])
-                return was_moved or self._are_later(tensors, _versions(tensors))
-        return False
+            for segments, members in zip(binding.segments, binding.originals):
+                tensors = [segment.tensor for segment in segments]
+                if any(segment.was_moved for segment in segments) or self._are_later(tensors, _versions(tensors)):
+                    written.update(members)
+        return [param for param in params if param in written]
 
     def _are_later(self, tensors: Sequence[Tensor], versions: Sequence[int]) -> bool:
         known = dict(zip(self._known, self._versions))

@@ -229,12 +229,9 @@ class Engine:
         """Parameters get what user code wrote to tensors of optimizer groups. A collective where it wrote."""
         self._bound.follow_writes()
 
-    def wrote_group_of(self, param: nn.Parameter) -> bool:
-        """Return whether user code wrote tensors of the parameter's optimizer group, and no other parameters followed yet.
-
-        The same on every rank, where user code writes all tensors of a group.
-        """
-        return self._bound.wrote_group_of(param)
+    def beside_written(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of `params` whose group has tensors that user code wrote since parameters followed them last."""
+        return self._bound.beside_written(params)
 
     def wait_for_host_steps(self) -> None:
         """Return when no other thread updates masters or reads gradients."""

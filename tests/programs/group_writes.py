@@ -69,6 +69,21 @@ def tensors_of_one_group_and_a_parameter_of_another(run: Run) -> None:
         written(run, model, step, 1)
 
 
+@program(reference="average", refused=(ON_DISK,), more={"precision": ("fp32", "bf16"), "stage": (1, 2, 3)})
+def tensors_of_a_group_and_its_parameters_in_turn(run: Run) -> None:
+    """`engine.refresh()` between the two writes, in either order."""
+    model = by_group(run)
+    engine = run.engine_of(model)
+    for step in range(4):
+        with torch.no_grad():
+            for number in (0, 1) if step % 2 else (1, 0):
+                for tensor in run.optimizer.param_groups[0]["params"] if number else [model[4].weight]:
+                    tensor.mul_(0.5)
+                if engine is not None:
+                    engine.refresh()
+        run.step(step)
+
+
 def in_other_memory(setting: Setting) -> bool:
     """A parameter and its master are not one memory."""
     is_released = setting.stage == 3 and setting.ranks > setting.replicas
