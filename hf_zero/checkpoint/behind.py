@@ -58,7 +58,7 @@ class Saves:
         _UNREPORTED.append(self)
 
     def wait(self) -> None:
-        """Return when no save is under way. A collective.
+        """Wait until no save is under way. A collective.
 
         Raises:
             CheckpointError: it failed, on this or any other rank; raised once.

@@ -330,7 +330,7 @@ def read_card(path: Path) -> str:
 
 @contextmanager
 def adding_to_card(folder: Path, target: Path) -> Iterator[None]:
-    """Inside, other code (PEFT) may add to the card of `target` by that of `folder`, whose files will replace its."""
+    """Let other code (PEFT) add to `target`'s card inside the block, in `folder`, whose files will replace its."""
     card, before = folder / CARD, target / CARD
     known = read_card(before) if before.is_file() else None
     if known is not None:

@@ -219,7 +219,7 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
 
 
 def _measured(found: Machine) -> Iterator[tuple[str, str]]:
-    """Sizes, speeds, seconds of a message, operations per second of matrix products."""
+    """Yield sizes, speeds, seconds of a message, and operations per second of matrix products."""
     for name, value in asdict(found).items():
         label = name.replace("_", " ")
         if name == "flops":

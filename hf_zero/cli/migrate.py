@@ -49,7 +49,7 @@ class Row:
 
 
 def _rows(verdict: Verdict, prefix: str, keys_of: Mapping[str, str]) -> Iterator[Row]:
-    """Rows with one verdict; `keys_of`: reason -> keys."""
+    """Yield rows with one verdict; `keys_of`: reason -> keys."""
     for why, keys in keys_of.items():
         for key in keys.split():
             yield Row(prefix + key, verdict, why=why)
@@ -303,7 +303,7 @@ def migrate(path: Path) -> Migration:
 
 
 def _accelerate(made: Migration, values: dict[str, Any], path: Path) -> None:
-    """Its own keys, and those of the engine that it configures."""
+    """Translate accelerate's own keys, and those of the engine that it configures."""
     values = dict(values)
     ranks, machines = values.get("num_processes"), values.get("num_machines")
     made.ranks = ranks if isinstance(ranks, int) and ranks > 0 else None
@@ -329,7 +329,7 @@ def _object(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
 
 
 def _trainer(made: Migration, values: dict[str, Any]) -> None:
-    """`TrainingArguments(fsdp=…, fsdp_config=…)`, or the file that fsdp_config names."""
+    """Translate `TrainingArguments(fsdp=…, fsdp_config=…)`, or the file that fsdp_config names."""
     words = values.get("fsdp", [])
     words = words.split() if isinstance(words, str) else list(map(str, words)) if isinstance(words, list) else []
     inner = values.get("fsdp_config", {key: value for key, value in values.items() if key != "fsdp"})
@@ -416,7 +416,7 @@ def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
 
 
 def _replicas(made: Migration, count: float | None, what: str) -> tuple[str, str, str]:
-    """Hybrid sharding: each replica is one group of ranks that shards the state."""
+    """Translate hybrid sharding: each replica is one group of ranks that shards the state."""
     why = "each group of neighbouring ranks shards one copy"
     if count is None or count < 1 or count != int(count):
         return "to do", "replicas", f"set replicas to the {what}: {why}"

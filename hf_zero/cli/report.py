@@ -159,7 +159,7 @@ def read(path: Path) -> Run:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """One complete line of a record; None for any other."""
+    """Return one complete line of a record; None for any other."""
     try:
         record = parse_json(line)
     except ValueError:
@@ -249,7 +249,7 @@ def _rank_row(run: Run) -> dict[str, Any]:
 
 
 def throughput(runs: Sequence[Run]) -> dict[str, Any]:
-    """Samples and tokens per second of all ranks; ranks without a file count like the others."""
+    """Return samples and tokens per second of all ranks; ranks without a file count like the others."""
     share = int(runs[0].facts["world_size"]) / len(runs)
     found = zip(*(rates(run.usual[-RECENT:]) for run in runs))  # the steps that the end of training reports, too
     samples, tokens = (sum(each) * share or None for each in found)
@@ -385,7 +385,7 @@ def _figures(out: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
 
 
 def _loss_figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, str, Any, Any]]:
-    """Losses at the last step that both runs logged."""
+    """Yield the losses at the last step that both runs logged."""
     for name, label in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         a, b = ({log["step"]: log[name] for log in out["losses"] if name in log} for out in (one, other))
         if common := a.keys() & b.keys():

@@ -279,7 +279,7 @@ class Channel:
         Wait(call, self.direct.traffic, self.direct.watch, kind, self.span).wait()
 
     def until_taken(self, number: int) -> None:
-        """Return when all other ranks have read this rank's messages up to `number`."""
+        """Wait until all other ranks have read this rank's messages up to `number`."""
         words = self.words
         checked = start = time.perf_counter()
         for at in self.acks:

@@ -136,7 +136,7 @@ class Wire:
         return [value]
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
 
     def ranks_here(self) -> int:
         """Return the number of ranks on this machine. A collective."""

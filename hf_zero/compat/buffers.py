@@ -98,7 +98,7 @@ class Buffers(Observer):
         return True
 
     def _named(self) -> dict[str, Tensor]:
-        """Buffers that can be sent."""
+        """Return buffers that can be sent."""
         return {
             name: buffer
             for name, buffer in self._model.named_buffers()
@@ -106,7 +106,7 @@ class Buffers(Observer):
         }
 
     def _watched(self) -> dict[str, Tensor]:
-        """Buffers that are compared, not sent."""
+        """Return buffers that are compared, not sent."""
         return {
             name: buffer
             for name, buffer in self._named().items()
@@ -133,7 +133,7 @@ class Buffers(Observer):
     # What changes -----------------------------------------------------------------------------------------------------
 
     def _versions(self) -> list[tuple[Tensor, int]]:
-        """Every buffer that is not live, with its version. Makes no call for each."""
+        """Return every buffer that is not live, with its version. Makes no call for each."""
         skipped = self._skipped
         return [
             (buffer, -1 if buffer.is_inference() else buffer._version)
@@ -315,7 +315,7 @@ def _sum(prints: Prints) -> int:
 
 
 def _prints(buffers: Mapping[str, Tensor]) -> Prints:
-    """Signs and digests of these buffers, with one wait for the device."""
+    """Return signs and digests of these buffers, with one wait for the device."""
     prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
     values: list[Any] = torch.stack(prints).tolist() if prints else []
     return {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}

@@ -53,7 +53,7 @@ class Copies(Observer):
         return found[param]
 
     def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """torch's own copy of a module, without what the engine put there, over parameters that are copied already."""
+        """Copy a module as torch does, without what the engine put there, over parameters that are copied already."""
         mine = {param: None for param in module.parameters() if id(param) not in memo}
         for param, values in self._values(mine).items():
             memo[id(param)] = original_class(param)(values, requires_grad=param.requires_grad)
@@ -68,7 +68,7 @@ class Copies(Observer):
 
     @torch.no_grad()
     def _values(self, params: dict[nn.Parameter, None]) -> dict[nn.Parameter, Tensor]:
-        """Full values of those of these parameters that the engine has, in their own dtypes."""
+        """Return full values of those of these parameters that the engine has, in their own dtypes."""
         found: dict[nn.Parameter, Tensor] = {}
         with self._engine.wire.watch.doing("copy.deepcopy() of a sharded model"):
             self._engine.quiesce()
@@ -139,7 +139,7 @@ def is_ours(value: Any) -> bool:
 
 
 def _wrapped(value: Any) -> Iterator[Any]:
-    """A hook or a method, and what it is wrapped around, from the outside in."""
+    """Yield a hook or a method, and what it is wrapped around, from the outside in."""
     for _ in range(8):
         yield value
         inner = next((each for name in _WRAPPERS if callable(each := getattr(value, name, None))), None)

@@ -41,7 +41,7 @@ class OtherDtype(Observer):
 
     @contextmanager
     def shown_in(self, dtype: torch.dtype) -> Iterator[None]:
-        """Inside, the model is as after `model.to(dtype)`, for forwards without a graph. On every rank."""
+        """Show the model as after `model.to(dtype)` inside the block, for forwards without a graph. On every rank."""
         engine, before = self._engine, self._dtype
         engine.quiesce()
         self._dtype = dtype
@@ -67,7 +67,7 @@ class OtherDtype(Observer):
 
 @contextmanager
 def cast(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, floating-point buffers, and parameters that no engine has, are of this dtype."""
+    """Cast floating-point buffers, and parameters that no engine has, to this dtype inside the block."""
     plain = [
         (param, param.data) for param in model.parameters() if place_of(param) is None and param.is_floating_point()
     ]

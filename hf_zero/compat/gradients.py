@@ -48,7 +48,7 @@ class Gradients(Observer):
         self._forget()
 
     def before_gradients(self) -> None:
-        """Optimizers see what was assigned. Not before: most programs clear all gradients, one after another."""
+        """Show optimizers what was assigned. Not before: most programs clear all gradients, one after another."""
         changed, self._changed = self._changed, {}
         for span, cleared in changed.items():
             for index in cleared:
@@ -151,7 +151,7 @@ class Gradients(Observer):
 
     @torch.no_grad()
     def gathered(self, span: Span) -> Tensor:
-        """The reduced gradient of a span, all ranks' slices. A collective, but for the span that was gathered last."""
+        """Return the reduced gradient of a span, all ranks' slices. A collective, but for the span gathered last."""
         if self._whole is None or self._whole[0] is not span:
             self._whole, mine = None, slice(0, span.local_numel)
             own = read(self._wire, lambda: span.bucket.read(mine).to(span.device), may_fail=self._may_fail)
@@ -176,7 +176,7 @@ class Gradients(Observer):
 
     @torch.no_grad()
     def norm(self, place: Place, order: float) -> Tensor:
-        """The first question is answered for all parameters. Asked for again, all are measured again."""
+        """Return the norm of one gradient. The first call measures all; a second one for a parameter measures all again."""
         if place not in self._norms or self._order != order:
             places: list[Place] = []
             powers: list[Tensor] = []

@@ -142,13 +142,13 @@ class GroupGradients(Observer):
         self._rounds: list[int] = []
 
     def _groups(self) -> list[list[Segment]]:
-        """By group, the segments that show a gradient."""
+        """Return by group the segments that show a gradient."""
         each = ((group, params) for b in self.engine.bindings for group, params in zip(b.segments, b.originals))
         return [self._with_gradient(group, params) for group, params in each]
 
     @staticmethod
     def _with_gradient(group: list[Segment], params: list[nn.Parameter]) -> list[Segment]:
-        """A group's segments that show a gradient. Where only other ranks have one, the first shows zeros for it.
+        """Return a group's segments that show a gradient. If only other ranks have one, the first shows zeros for it.
 
         So each rank takes part in what is asked of a group's gradients.
         """
@@ -168,7 +168,7 @@ class GroupGradients(Observer):
 
     @torch.no_grad()
     def norm(self, segment: Segment, order: float) -> Tensor:
-        """A segment's part of its group's norm: all of it at a group's first segment on this rank, nothing at the others.
+        """Return a segment's part of its group's norm: all of it for this rank's first segment, else nothing.
 
         One collective answers for all segments, until a segment is asked for again.
         """
@@ -184,7 +184,7 @@ class GroupGradients(Observer):
 
     @torch.no_grad()
     def norm_of(self, values: Tensor, order: float) -> Tensor:
-        """The norm of what was computed from the gradient of a segment. Each rank asks for each of its segments once.
+        """Return the norm of what was computed from a segment's gradient. Each rank asks for each of its segments once.
 
         A rank with fewer segments takes part in the other ranks' collectives at its last one.
         """
@@ -200,7 +200,7 @@ class GroupGradients(Observer):
 
     @torch.no_grad()
     def overflow(self, segment: Segment) -> Tensor:
-        """0-dim: 1 where any rank has a gradient of the segment's optimizer that is not finite. One collective for all."""
+        """Return 1 (0-dim) if any rank has a gradient of the segment's optimizer that is not finite. One collective for all."""
         bindings = self.engine.bindings
         if self._overflow is None:
             found = [[each for group in binding.segments for each in group] for binding in bindings]

@@ -82,14 +82,14 @@ class OnDemand(Observer):
         self._schedule.keep(unit, to_step=has_graph)
 
     def _watch(self, unit: Unit, views: Sequence[Tensor]) -> None:
-        """User code got these views of a unit's memory; none: something that no weak reference follows."""
+        """Watch views of a unit's memory that user code got; none: something that no weak reference follows."""
         if unit.is_pinned or not views:
             self._untracked.add(unit)
         if not unit.is_pinned:  # else ranks need not read alike, and cannot agree on what is left
             self._views.setdefault(unit, []).extend((_shown_by(view, unit), _weak(view)) for view in views)
 
     def data_assigned(self, param: nn.Parameter, values: Tensor) -> None:
-        """Views that were taken before keep the former values, as in plain training. But not if one of them was assigned."""
+        """Let views that were taken before keep the former values, as in plain training, unless one of them was assigned."""
         place = place_of(param)
         if place is not None and place.unit in self._views:
             views, memory = self._views[place.unit], values.untyped_storage()._cdata
@@ -152,7 +152,7 @@ class OnDemand(Observer):
 
 
 def _weak(tensor: Tensor) -> Any:
-    """A reference to a tensor that knows whether a view of it lives, too."""
+    """Return a reference to a tensor that knows whether a view of it lives, too."""
     native: Any = torch._C
     return native._WeakTensorRef(tensor)
 
@@ -162,7 +162,7 @@ def _any_alive(views: Sequence[tuple[Any, Any]]) -> int:
 
 
 def _shown_by(view: Tensor, unit: Unit) -> tuple[nn.Parameter, int] | None:
-    """The parameter whose memory a view begins in, and the storage."""
+    """Return the parameter whose memory a view begins in, and the storage."""
     try:
         address, memory = view.data_ptr(), view.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors, and tensors inside functional transforms

@@ -83,7 +83,7 @@ class Preemptions(Observer):
 def on_preemption(
     model: nn.Module | Engine, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)
 ) -> Preemption:
-    """From now on these signals ask the run to end after a whole step, on every rank, whichever of them receives one.
+    """Let these signals end the run after a whole step, on every rank, whichever rank receives one.
 
     Between a signal and its answer lie one step at most, and what the program does between steps. A second signal does what
     it would have done before. Call it in the main thread of every rank that is to receive signals; `close()` gives them back.

@@ -42,7 +42,7 @@ class Replaced(Observer):
         self._known: dict[nn.Module, Known] = {}
 
     def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Before the engine lists modules: the parameters that the model has now are those that it keeps."""
+        """Record the parameters that the model has now, before the engine lists modules: it keeps these."""
         modules = [*model.modules()]  # first: listing modules may register parameters again
         self._known = {module: {n: p for n, p in module._parameters.items() if p is not None} for module in modules}
         # Hooks of all modules of the process: they do not hold the engine.
@@ -139,7 +139,7 @@ def _memory(param: Tensor) -> tuple[object, ...]:
 
 
 def _is_part(module: nn.Module, place: Place) -> bool:
-    """The module is a part of the engine's model, not one of user code that refers to parameters of it."""
+    """Return whether a module is part of the engine's model, not one of user code that refers to its parameters."""
     return any(each is module for each in place.span.context.model.modules())
 
 

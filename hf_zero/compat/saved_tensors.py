@@ -174,7 +174,7 @@ class SavedTensors(Observer):
         return tensor if unit is None else tensor.detach()  # user code may keep it
 
     def _around(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
-        """User code's hooks (`save_on_cpu`) get all tensors but those in a unit's memory."""
+        """Pass all tensors but those in a unit's memory to user code's hooks (`save_on_cpu`)."""
 
         def packed(tensor: Tensor) -> Any:
             return self._pack(tensor) if self._span_of(_memory(tensor)) is not None else (pack(tensor),)
@@ -192,7 +192,7 @@ def _is_left(pack: Pack) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage; of its elements' for a sparse tensor; 0 for a tensor without."""
+    """Return the address of a tensor's storage; of its elements' for a sparse tensor; 0 for a tensor without."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:

@@ -189,7 +189,7 @@ def _holders(module: nn.Module, *, recurse: bool = True) -> list[Holder]:
 
 @contextmanager
 def _replaced(holders: Iterable[Holder], values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Inside, modules have these values in place of their parameters."""
+    """Give modules these values in place of their parameters inside the block."""
     holders = list(holders)
     tables: dict[int, Any] = {id(each): each._parameters for each, _, _ in holders}
     try:

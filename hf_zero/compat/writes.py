@@ -155,7 +155,7 @@ class Writes(Observer):
         self._totals[unit.index] = sum(sum(self._versions[span]) for span in unit.spans)
 
     def _renew(self, unit: Unit) -> None:
-        """Values up to now are known."""
+        """Take values up to now as known."""
         for span in unit.spans if self._marked else ():
             if span in self._marked:
                 self._marked[span] = dict(_digests(span, self._marked[span]))
@@ -188,7 +188,7 @@ class Writes(Observer):
             self._note(span, noted, [span.view(index) for index in noted])
 
     def _note(self, span: Span, written: list[int], values: list[Tensor]) -> None:
-        """The masters have these values of parameters.
+        """Record these values of parameters, which the masters have.
 
         Raises:
             StateError: the parameters were updated before they were written.
@@ -248,6 +248,6 @@ def _digests(span: Span, indices: Collection[int]) -> Iterable[tuple[int, list[i
 
 
 def _prints(values: Sequence[Tensor]) -> list[list[int]]:
-    """A digest of each, with one wait for the device."""
+    """Return a digest of each, with one wait for the device."""
     found: list[list[int]] = torch.stack([fingerprint(each.detach()) for each in values]).tolist()
     return found

@@ -204,7 +204,7 @@ class SpanLayout:
         return next(rank for rank in range(self.shards) if slot.stop <= self.cuts[rank + 1])
 
     def owners(self, slot: Slot) -> Iterator[tuple[int, Extent[Slot]]]:
-        """Return the ranks that own elements of a parameter, in order, each with its part (see `overlaps`)."""
+        """Yield the ranks that own elements of a parameter, in order, each with its part (see `overlaps`)."""
         if not slot.spec.numel:  # no rank owns it
             return
         ranks = range(self.shards)

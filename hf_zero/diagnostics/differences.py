@@ -64,7 +64,7 @@ def refuse_difference(
 
 
 def _odd_ranks(found: Mapping[int, Any]) -> list[int]:
-    """Ranks that have another value than most; without a majority, other than the first rank's."""
+    """Return ranks that have another value than most; without a majority, other than the first rank's."""
     counted = Counter(repr(value) for value in found.values())
     usual = max(counted, key=lambda value: (counted[value], value == repr(found[min(found)])))
     return [rank for rank, value in found.items() if repr(value) != usual]

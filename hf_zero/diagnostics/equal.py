@@ -107,7 +107,7 @@ class SameValues(Observer):
             self._compare(self._after, {})
 
     def _weights(self, kind: str) -> dict[Named, Any]:
-        """Spans whose full parameters stay."""
+        """Return spans whose full parameters stay."""
         if self._context.frees:
             return {}
         return {
@@ -117,7 +117,7 @@ class SameValues(Observer):
         }
 
     def _counts(self) -> Iterator[tuple[Named, Any]]:
-        """States of the optimizers that are one value for a parameter (`step`)."""
+        """Yield states of the optimizers that are one value for a parameter (`step`)."""
         for binding in self._engine.bindings:
             for segment in (each for group in binding.segments for each in group):
                 span = segment.span

@@ -215,7 +215,7 @@ def _look_at_gradients(sightings: Sightings, what: str, grads: tuple[Tensor | No
 
 
 def _bad(parts: Iterable[tuple[Span, int, Any]], what: str) -> Iterator[str]:
-    """Parts of this rank's slices that are not finite; values on disk are not read."""
+    """Yield parts of this rank's slices that are not finite; values on disk are not read."""
     for span, start, values in parts:
         kind = kind_of(values) if isinstance(values, Tensor) else None
         if kind is None:

@@ -179,7 +179,7 @@ def counters(engine: Engine) -> Counters:
 
 
 def _peak(engine: Engine) -> Table:
-    """The bytes stored now, and with them the highest of all that came and went."""
+    """Return the bytes stored now plus the peak of temporary ones."""
     table, ledger = stored_bytes(engine), engine.context.storage.ledger
     for kinds in table.values():
         kinds["all"] = sum(kinds.values())

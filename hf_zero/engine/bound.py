@@ -85,7 +85,7 @@ class BoundOptimizers:
     # Groups -----------------------------------------------------------------------------------------------------------
 
     def bind(self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
-        """See `Engine.bind`. A collective."""
+        """Bind optimizers; see `Engine.bind`. A collective."""
         wanted = self._wanted(optimizers)
         if [each.optimizer for each in self.bindings] == wanted and all(each.is_current() for each in self.bindings):
             return
@@ -106,7 +106,7 @@ class BoundOptimizers:
     def _wanted(
         self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
-        """One optimizer joins the others, in the place of those that have one of its parameters."""
+        """Return the optimizers to bind. A single one joins the others, in place of those that have one of its parameters."""
         if not isinstance(optimizers, torch.optim.Optimizer):
             return list(optimizers)
         bound = [binding.optimizer for binding in self.bindings]
@@ -218,7 +218,7 @@ class BoundOptimizers:
             event(optimizer)
 
     def step_raised(self, optimizer: torch.optim.Optimizer, written: str | None) -> None:
-        """A step ended before `after_step`.
+        """Clean up after a step that ended before `after_step`.
 
         Args:
             written: the error, where values were written; None if the step may be repeated.
@@ -230,7 +230,7 @@ class BoundOptimizers:
             self._pause(optimizer)
 
     def _pause(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's arithmetic does not run: its groups hold everything, and show gradients."""
+        """Show all segments and their gradients in the groups while the optimizer's arithmetic does not run."""
         binding = self.get(optimizer)
         self._context.hides_host_gradients = False
         if self._engine.stepper is not None:
@@ -254,7 +254,7 @@ class BoundOptimizers:
         return result
 
     def follow_writes(self) -> None:
-        """Parameters get what user code wrote to tensors of the groups. A collective where it wrote."""
+        """Carry what user code wrote to tensors of the groups to the parameters. A collective where it wrote."""
         if any(map(attrgetter("is_apart"), self._context.units)):
             return  # `GatheredParameters` shows values that are not in the masters yet
         tensors, versions = self._current()
@@ -276,7 +276,7 @@ class BoundOptimizers:
             self._known, self._versions = tensors, versions
 
     def beside_written(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """See `Engine.beside_written`."""
+        """Return parameters as `Engine.beside_written` does."""
         if self._current()[1] == self._versions and not self._were_moved():  # as nearly always
             return []
         written: set[nn.Parameter] = set()

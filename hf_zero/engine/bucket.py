@@ -72,7 +72,7 @@ class Bucket:
         self._count_moving(0)
 
     def local(self, index: int) -> Tensor | None:
-        """This rank's gradient of one parameter, not reduced yet; a copy."""
+        """Return a copy of this rank's gradient of one parameter, not reduced yet."""
         slot, grad = self.span.layout.slots[index], raw_grad(self.span.params[index])
         parts = [] if grad is None else [_dense(grad)]
         if self._held is not None and self.had_local[index]:
@@ -89,7 +89,7 @@ class Bucket:
         return self._held[part].view(shape)
 
     def _collect(self, dtype: torch.dtype) -> Tensor:
-        """Local gradients as one buffer over the span, with what is held; parameters have none afterwards."""
+        """Collect local gradients, with what is held, in one buffer over the span. Parameters have none afterwards."""
         span, grads = self.span, take_raw_grads(self.span.params)
         present = [grad for grad in grads if grad is not None]
         if {*map(_LAYOUT, present)} - {torch.strided}:
@@ -128,7 +128,7 @@ class Bucket:
         return views
 
     def take_source(self, wire: Wire) -> Tensor:
-        """The local gradients as one 1-D buffer in the reduce dtype. The parameters have none afterwards."""
+        """Return the local gradients as one 1-D buffer in the reduce dtype. The parameters have none afterwards."""
         span = self.span
         # Of one parameter no rank sends the padding: a rank whose buffer had none would be read past its end.
         is_ragged = len(span.params) == 1 and wire.ragged
@@ -201,7 +201,7 @@ class Bucket:
             account.record_peak()
 
     def count_grad(self) -> None:
-        """The ledger has the reduced gradient that is in memory."""
+        """Count the reduced gradient in the ledger if it is in memory."""
         if self.grad is None and self._storage.transient:
             self._home = None
         held = self.grad if self._home is None else self._home
@@ -230,7 +230,7 @@ class Bucket:
         self._storage.gradient_moves(self.land)
 
     def land(self) -> None:
-        """Return when `grad` is where it is stored. A failed disk is noted: all ranks raise at the end of the backward."""
+        """Wait until `grad` is where it is stored. A failed disk is recorded: all ranks raise at the end of the backward."""
         arrival = self._arrival
         if arrival is None:
             return
@@ -245,7 +245,7 @@ class Bucket:
         return isinstance(self.grad, OnDisk)
 
     def parts(self, numel: int = 1 << 20) -> Iterator[tuple[int, Tensor]]:
-        """The reduced gradient in parts of memory: first element and values. What is not on disk is one part, itself.
+        """Yield the reduced gradient in parts: first element and values. A gradient in memory is one part, itself.
 
         Raises:
             TierError: a part could not be read.
@@ -264,7 +264,7 @@ class Bucket:
         self.factor = None
 
     def read(self, part: slice) -> Tensor:
-        """Elements of the reduced gradient: itself, or a copy of what is on disk.
+        """Return elements of the reduced gradient: a view, or a copy of what is on disk.
 
         Raises:
             TierError: they could not be read, on this rank alone.
@@ -302,7 +302,7 @@ class Bucket:
             event(self.span)
 
     def zero(self) -> None:
-        """Gradients that exist become zeros, those of this rank, too."""
+        """Set gradients that exist to zero, local ones too."""
         self.land()
         if self.grad is not None:
             self.grad.zero_()

@@ -104,7 +104,7 @@ def give_back(context: Context) -> None:
 
 @torch.no_grad()
 def full_values(span: Span) -> torch.Tensor:
-    """All ranks' slices of a span in the master dtype, 1-D. A collective."""
+    """Return all ranks' slices of a span in the master dtype, 1-D. A collective."""
     whole = torch.empty(span.layout.numel, dtype=span.master_dtype, device=span.device)
     mine = read(span.context.wire, span.values, may_fail=span.context.storage.uses_disk).to(span.device)
     if span.layout.shards > 1:

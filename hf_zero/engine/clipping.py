@@ -25,7 +25,7 @@ Parts = dict[Span, list[slice]]
 
 
 def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tensor] | None) -> Parts:
-    """The elements of these parameters, or of these tensors of optimizer groups; None: of all.
+    """Return the elements of these parameters, or of these tensors of optimizer groups; None: of all.
 
     Raises:
         LayoutError: a parameter is not of the sharded model.
@@ -96,7 +96,7 @@ def clip_norm(parts: Parts, context: Context, max_norm: float, order: float) -> 
 
 
 def over_ranks(powers: Tensor, order: float, wire: Wire, *, is_shared: bool) -> Tensor:
-    """Norms, in float64, from each rank's sums of powers (`power_sum`), any shape. One collective.
+    """Return norms in float64 from each rank's sums of powers (`power_sum`), any shape. One collective.
 
     Args:
         is_shared: the ranks have different elements.
@@ -116,7 +116,7 @@ def over_ranks(powers: Tensor, order: float, wire: Wire, *, is_shared: bool) -> 
 
 
 def power_sum(parts: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
-    """The sum of `|x| ** order` of 1-D tensors, 0-dim float64 on `device`: order 0 counts what is not 0.
+    """Return the sum of `|x| ** order` of 1-D tensors, 0-dim float64 on `device`: order 0 counts what is not 0.
 
     Of order `inf` it is the largest magnitude, of `-inf` the smallest with a minus: maxima join both.
 
@@ -144,7 +144,7 @@ def power_sum(parts: Iterable[Tensor], order: float, device: torch.device) -> Te
 
 
 def power_sums(parts: Sequence[Tensor], order: float) -> Tensor:
-    """`power_sum` of each of these 1-D tensors, which are on one device: 1-D."""
+    """Return `power_sum` of each of these 1-D tensors, which are on one device: 1-D."""
     device = parts[0].device
     if order <= 0 or device.type == "cpu":  # torch's float32 norm on a CPU loses digits with length
         return torch.stack([power_sum([part], order, device) for part in parts])

@@ -73,7 +73,7 @@ class Context:
 
     @property
     def shard_rank(self) -> int:
-        """Which slice of every span this rank owns."""
+        """Return the number of the slice that this rank owns of every span."""
         return (self.wire.shard_group or self.wire).rank if self.layout.shards > 1 else 0
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Context:
             )
 
     def forget_failure(self) -> None:
-        """All values were written again."""
+        """Forget a failed step: all values were written again."""
         self.failure, self._noted, self._severity = None, None, 0
         self.has_updated = False
 
@@ -119,7 +119,7 @@ class Context:
             )
 
     def free_bytes(self) -> int:
-        """Device memory that this rank may still take: of the budget, where there is one. A collective."""
+        """Return the device memory that this rank may still take: of the budget, if there is one. A collective."""
         budget, now = self.config.device_memory, self.storage.ledger.device.now
         if budget is not None:
             temporary = sum(nbytes for kind, nbytes in now.items() if kind != "gradients")  # the plan stores these
@@ -129,7 +129,7 @@ class Context:
         return free_host_bytes(self.wire.ranks_here())
 
     def refuse_other_marks(self, *, sends: bool) -> None:
-        """Ranks differ in `requires_grad` (`flags_mark`) or in whether a backward reduces gradients. A collective.
+        """Refuse ranks that differ in `requires_grad` (`flags_mark`) or in whether a backward reduces. A collective.
 
         Args:
             sends: this rank's backward reduces gradients.
@@ -157,11 +157,11 @@ class Context:
 
     @property
     def severity(self) -> int:
-        """0: no failure of this rank waits for `raise_failures`. 1: values could not be moved. 2: a step is half done."""
+        """Return how bad the failure is that waits for `raise_failures`. 0: none. 1: values not moved. 2: a step half done."""
         return self._severity
 
     def note_failure(self, error: BaseException, *, half_done: bool = False) -> None:
-        """An error that other ranks do not know. With a disk, all ranks raise it at the end of the pass; else at once.
+        """Record an error of this rank alone. With a disk, all ranks raise it at the end of the pass; else this one at once.
 
         Raises:
             BaseException: `error`, where no rank uses a disk: all ranks make the same errors then.

@@ -104,12 +104,12 @@ class Engine:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers that update the model, in their order."""
+        """Return the optimizers that update the model, in order."""
         return tuple(binding.optimizer for binding in self.bindings)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The first optimizer; None if there is none."""
+        """Return the first optimizer; None if there is none."""
         return self.bindings[0].optimizer if self.bindings else None
 
     @property
@@ -123,7 +123,7 @@ class Engine:
         self._presence.agree()
 
     def fit_segments(self, span: Span) -> None:
-        """After a change of `bucket.present`, the same on every rank: optimizers see which parameters have a gradient."""
+        """Show optimizers which parameters have a gradient, after `bucket.present` changed in the same way on every rank."""
         self._presence.fit(span)
 
     @contextmanager
@@ -164,7 +164,7 @@ class Engine:
 
     @torch.no_grad()
     def refresh(self, spans: Sequence[Span] | None = None) -> None:
-        """The masters of these spans were written: full parameters that the stage keeps are gathered again. A collective.
+        """Gather full parameters that the stage keeps again, after the masters of these spans were written. A collective.
 
         Args:
             spans: None: any span, also offloaded ones, whose copies for gathers are written, too.
@@ -226,7 +226,7 @@ class Engine:
             event()
 
     def follow_writes(self) -> None:
-        """Parameters get what user code wrote to tensors of optimizer groups. A collective where it wrote."""
+        """Carry what user code wrote to tensors of optimizer groups to the parameters. A collective where it wrote."""
         self._bound.follow_writes()
 
     def beside_written(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -234,7 +234,7 @@ class Engine:
         return self._bound.beside_written(params)
 
     def wait_for_host_steps(self) -> None:
-        """Return when no other thread updates masters or reads gradients."""
+        """Wait until no other thread updates masters or reads gradients."""
         if self.stepper is not None:
             self.stepper.wait()
 
@@ -298,13 +298,13 @@ class Engine:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and messages that this rank has sent."""
+        """Return the bytes and messages that this rank has sent."""
         return self._wire.traffic
 
     # Values from outside ----------------------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
-        """Before masters are read or written from outside: they have the values of one step, and nothing is gathered.
+        """Prepare masters for access from outside: they have the values of one step, and nothing is gathered.
 
         Raises:
             StateError: an optimizer's step was left half done.
@@ -343,7 +343,7 @@ class Engine:
         self.schedule.recover()
 
     def forget_failure(self) -> None:
-        """All masters and states were loaded: a step that was left half done does not matter any more."""
+        """Forget a step that was left half done: all masters and states were loaded."""
         self.context.forget_failure()
         if self.stepper is not None:
             self.stepper.forget()
@@ -436,7 +436,7 @@ class Engine:
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
 
     def wait_for_save(self) -> None:
-        """Return when the save that `async_save` left behind is complete.
+        """Wait until the save that `async_save` left behind is complete.
 
         Raises:
             CheckpointError: on every rank: it failed on one.

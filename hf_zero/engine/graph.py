@@ -107,7 +107,7 @@ def is_lookup(node: Any) -> bool:
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that a transform of `torch.func` wraps: inside `torch.vmap` the graph is made of these."""
+    """Return the tensor that a transform of `torch.func` wraps: inside `torch.vmap` the graph is made of these."""
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)

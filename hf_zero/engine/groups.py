@@ -105,7 +105,7 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindin
 
 
 def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> list[Groups]:
-    """By optimizer and group, the model's parameters, of optimizers that are not bound yet.
+    """Return the model's parameters by optimizer and group, for optimizers that are not bound yet.
 
     Raises:
         LayoutError: an optimizer has a parameter that the model does not have, or two optimizers have the same one.
@@ -152,7 +152,7 @@ def _sources_of(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], n
 def _merged(
     ranks: Sequence[GroupSources], bindings: Sequence[Binding], names: Names, explicit: set[str]
 ) -> list[nn.Parameter]:
-    """The parameters of one group, from what all ranks have in it."""
+    """Return the parameters of one group, from what all ranks have in it."""
     sources = dict.fromkeys(source for mine, _ in ranks for source in mine)
     present = {name for _, members in ranks for name in members} - explicit
     param_of = {each[0]: param for param, each in names.items()}
@@ -167,7 +167,7 @@ def _merged(
 
 
 def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSources], is_bound: bool) -> Iterator[str]:
-    """Return what must be the same on every rank."""
+    """Yield what must be the same on every rank."""
     name = type(optimizer).__name__
     yield f"{name} with {len(groups)} groups"
     for at, (sources, _) in enumerate(groups):
@@ -222,7 +222,7 @@ def _foreign(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor)
 
 
 def _follow_names(binding: Binding, groups: Groups, names: Names) -> None:
-    """`param_names` follow parameters that have moved between groups."""
+    """Move entries of `param_names` with parameters that have changed groups."""
     known = binding.param_names
     for group in binding.optimizer.param_groups:  # of parameters that have joined
         pairs = zip(group["params"], group.get("param_names", ()))

@@ -50,7 +50,7 @@ class UnitStep:
     error: BaseException | None = None
 
     def wait(self) -> BaseException | None:
-        """Return when the update is over; what it raised, if anything."""
+        """Wait until the update is over. Returns what it raised, if anything."""
         self.done.wait()
         return self.error
 
@@ -78,7 +78,7 @@ class Stepper:
     # Around the optimizer's own step ----------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Return when no update runs.
+        """Wait until no update runs.
 
         Raises:
             BaseException: see `Unit.wait_for_step`. No update runs then, either.
@@ -95,7 +95,7 @@ class Stepper:
                 raise failed
 
     def prepare(self, binding: Binding) -> None:
-        """Before the optimizer's own step, which must not see offloaded segments: they have no gradient for it."""
+        """Hide the gradients of offloaded segments from the optimizer's own step, which follows."""
         self.wait()
         self._context.raise_failures("an optimizer's step over offloaded state")
         self._broken = None
@@ -108,7 +108,7 @@ class Stepper:
                     set_raw_grad(segment.tensor, None)
 
     def begin(self, binding: Binding) -> None:
-        """After the optimizer's own step: start to update the offloaded segments that have a gradient."""
+        """Start to update the offloaded segments that have a gradient, after the optimizer's own step."""
         twin, self._twin = self._twin or self._new_twin(binding), None
         self._context.hides_host_gradients = self._context.has_updated = False
         updated, self._updated = self._updated, set()
@@ -127,7 +127,7 @@ class Stepper:
         return Twin(binding.optimizer, fuse=self._context.device.type != "cpu")
 
     def step_unit(self, unit: Unit) -> None:
-        """In a backward with `step_in_backward`: the unit's gradients are complete.
+        """Update a unit whose gradients are complete, in a backward with `step_in_backward`.
 
         Raises:
             StateError: they were not, the last time.
@@ -196,7 +196,7 @@ class Stepper:
             self._pool.submit(self._run, step)
 
     def forget(self) -> None:
-        """All values were loaded: what was updated in a backward does not matter any more."""
+        """Forget what was updated in a backward: all values were loaded."""
         self._broken, self._twin = None, None
         self._updated.clear()
 
@@ -370,7 +370,7 @@ class Stepper:
     # To where gathers read ----------------------------------------------------------------------------------------------
 
     def _publish(self, span: Span, start: int, values: Tensor, after: Any) -> None:
-        """New values of the master to what gathers read, if that is other memory."""
+        """Copy new values of the master to what gathers read, if that is other memory."""
         home = span.published
         if home is None or not values.numel():
             return
@@ -400,7 +400,7 @@ class Stepper:
                     self._storage.give_back(memory)
 
     def _abandon(self) -> None:
-        """After an error: nothing is under way, and nothing is read ahead."""
+        """Wait for all transfers after an error, and forget what is read ahead."""
         for move, _ in self._leaving:
             without_error(move.close)
         self._leaving.clear()

@@ -48,16 +48,16 @@ class Observer:
     """
 
     def check(self, model: Any, optimizers: Sequence[Any]) -> None:
-        """Called before anything has changed. Raises a named error for a model that the observer cannot follow."""
+        """Refuse a model that the observer cannot follow, with a named error. Called before anything has changed."""
 
     def refused(self) -> None:
-        """Called once, in place of `attach`, when the engine was not built after `check`."""
+        """Undo `check`. Called once, in place of `attach`, when the engine was not built."""
 
     def attach(self, engine: Any) -> None:
-        """Called once, when all units are built and before the first event."""
+        """Attach to the engine. Called once, when all units are built and before the first event."""
 
     def detach(self) -> None:
-        """Called once, when the engine gives the model back."""
+        """Detach from the engine. Called once, when it gives the model back."""
 
 
 class Events:

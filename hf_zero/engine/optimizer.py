@@ -71,25 +71,25 @@ class Binding:
         return self._group_of
 
     def show_segments(self) -> None:
-        """The groups hold what `segments` says."""
+        """Put the segments into the optimizer's groups."""
         groups = self.optimizer.param_groups
         for group, mine in zip(groups, self.segments):
             group["params"] = [segment.tensor for segment in mine]
         self._shown = [list(map(id, group["params"])) for group in groups]
 
     def hide_offloaded(self) -> None:
-        """In the optimizer's own step, the groups are without segments that are not on the device."""
+        """Remove segments that are not on the device from the groups, for the optimizer's own step."""
         if any(span.tier is not Tier.DEVICE for span in self.spans):
             for group, mine in zip(self.optimizer.param_groups, self.segments):
                 group["params"] = [each.tensor for each in mine if each.span.tier is Tier.DEVICE]
 
     def is_current(self) -> bool:
-        """The groups hold what `show_segments` has put there."""
+        """Return whether the groups hold what `show_segments` has put there."""
         groups = self.optimizer.param_groups
         return [list(map(id, group["params"])) for group in groups] == self._shown
 
     def return_moved_tensors(self) -> None:
-        """After a step: tensors that the optimizer has given other memory are views of the master again."""
+        """Make tensors that the optimizer has given other memory views of the master again."""
         for group in self.segments:
             for segment in group:
                 segment.was_moved = False

@@ -42,7 +42,7 @@ def state_dict(binding: Binding, wire: Wire) -> dict[str, Any]:
 
 
 def numbered_groups(binding: Binding) -> list[dict[str, Any]]:
-    """The groups as `state_dict()` has them: options, and under `params` running numbers of the model's parameters."""
+    """Return the groups as `state_dict()` has them: options, and under `params` numbers of the model's parameters."""
     groups: list[dict[str, Any]] = []
     start = 0
     for group, params in zip(binding.optimizer.param_groups, binding.originals):
@@ -140,7 +140,7 @@ def _must_spread(wire: Wire, saved: Saved) -> bool:
 
 
 def _received(wire: Wire, entries: Mapping[str, Any]) -> Entries:
-    """One parameter's state, with rank 0's values everywhere. A collective."""
+    """Return one parameter's state, with rank 0's values everywhere. A collective."""
     out = dict(entries)
     for name in sorted(entries):
         value = entries[name]

@@ -36,7 +36,7 @@ Described = tuple[int, Sequence[int], dict[str, tuple[str, tuple[int, ...] | Non
 
 
 def arrays_of(binding: Binding, segment: Segment, entries: Mapping[str, Any]) -> dict[str, Values]:
-    """The entries that have one value per element of a segment; of a matrix, every tensor that is not a scalar.
+    """Return the entries that have one value per element of a segment; of a matrix, every tensor but scalars.
 
     Raises:
         CheckpointError: a tensor is neither that nor one value.
@@ -102,7 +102,7 @@ def describe(binding: Binding, wire: Wire) -> dict[str, ParameterState]:
 
 
 def mark_of(state: ParameterState | None) -> object:
-    """Parameters with the same mark may share a segment: they have the same states, and the same single values."""
+    """Return a mark that parameters share which may be in one segment: same states, same single values."""
     if state is None:
         return None
     arrays = sorted((name, dtype) for name, (dtype, _) in state.arrays.items())
@@ -125,7 +125,7 @@ def _described(binding: Binding, segment: Segment) -> Described:
 
 
 def whole_states(binding: Binding, wire: Wire, *, everywhere: bool) -> dict[nn.Parameter, Entries]:
-    """By parameter, the state that a plain optimizer would have, on CPU. A collective.
+    """Return by parameter the state that a plain optimizer would have, on CPU. A collective.
 
     Args:
         everywhere: every rank gets the values. Else rank 0 does, and others get meta tensors where slices are shared.
@@ -162,7 +162,7 @@ def _whole_slices(
 
 
 def _own_slice(binding: Binding, span: Span, name: str, dtype: torch.dtype) -> Tensor:
-    """This rank's slice of one state; zeros where there is none."""
+    """Return this rank's slice of one state; zeros where there is none."""
     out = torch.zeros(span.local_numel, dtype=dtype, device=span.device)
     for segment in segments_of(binding, span):
         value = binding.state_of(segment).get(name)
@@ -172,7 +172,7 @@ def _own_slice(binding: Binding, span: Span, name: str, dtype: torch.dtype) -> T
 
 
 def _joined(span: Span, wire: Wire, own: Tensor, everywhere: bool) -> Tensor:
-    """All ranks' slices on CPU; on the meta device where this rank does not get them. A collective."""
+    """Return all ranks' slices on CPU; on the meta device where this rank does not get them. A collective."""
     layout = span.layout
     if layout.shards == 1:
         return own.cpu()
@@ -191,7 +191,7 @@ def _joined(span: Span, wire: Wire, own: Tensor, everywhere: bool) -> Tensor:
 def _whole_matrices(
     binding: Binding, span: Span, wire: Wire, having: Mapping[int, ParameterState], everywhere: bool
 ) -> dict[int, Entries]:
-    """Arrays of any shape come from the one rank that owns the parameter."""
+    """Return states of matrices, arrays of any shape, each from the one rank that owns the parameter."""
     segments = {segment.members[0]: segment for segment in segments_of(binding, span)}
     out: dict[int, Entries] = {}
     for index, one in having.items():
@@ -215,7 +215,7 @@ def _whole_matrices(
 
 
 def spread(wire: Wire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
-    """A tensor of rank `source`, which passes it as `own`, on the CPU of every rank. A collective."""
+    """Return a tensor of rank `source`, which passes it as `own`, on the CPU of every rank. A collective."""
     landing = torch.empty(tuple(shape), dtype=dtype, device=wire.device or torch.device("cpu"))
     if own is not None:
         landing.copy_(own)
@@ -264,7 +264,7 @@ def put_states(
 def _parts_of(
     segment: Segment, states: Sequence[Mapping[str, Any]], elementwise: Container[str]
 ) -> Iterator[tuple[str, Any]]:
-    """A segment's state from the states of its whole parameters, which all have the same names and single values."""
+    """Yield a segment's state from the states of its whole parameters, which share names and single values."""
     for name, sample in states[0].items():
         if segment.is_matrix or name not in elementwise or not isinstance(sample, Tensor):
             yield name, sample
@@ -298,7 +298,7 @@ def allocate_state(segment: Segment, name: str, dtype: torch.dtype, shape: Seque
 
 
 def single_value(options: Mapping[str, Any], span: Span, name: str, value: Any) -> Any:
-    """A copy of a single value of a state, where the optimizer's step expects it."""
+    """Copy a single value of a state to where the optimizer's step expects it."""
     if not isinstance(value, Tensor):
         return value
     if span.tier is not Tier.DEVICE:
@@ -309,7 +309,7 @@ def single_value(options: Mapping[str, Any], span: Span, name: str, value: Any) 
 
 
 def elementwise_of(binding: Binding, saved: Mapping[nn.Parameter, Mapping[str, Any] | None]) -> set[str]:
-    """The states of whole parameters that have one value per element. Parameters of one element do not show which."""
+    """Return the names of states that have one value per element. Parameters of one element do not show which."""
     out: set[str] = set()
     single: set[str] = {"step"}
     unclear: set[str] = set()
@@ -324,7 +324,7 @@ def elementwise_of(binding: Binding, saved: Mapping[nn.Parameter, Mapping[str, A
 
 
 def segments_of(binding: Binding, span: Span) -> list[Segment]:
-    """The segments of a span that one optimizer has."""
+    """Return the segments of a span that one optimizer has."""
     mine = binding.group_of
     return [segment for segment in span.segments if span.params[segment.members[0]] in mine]
 
@@ -335,7 +335,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Single values that are equal have the same text."""
+    """Return a text that is the same for equal single values."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         return repr(float(value))
     return repr(float(value)) if isinstance(value, (int, float)) else repr(value)

@@ -59,7 +59,7 @@ class Source(Protocol):
 
     @property
     def files(self) -> OnDisk | None:
-        """All elements, where they are in files and need no copy; else None. May differ between ranks."""
+        """Return all elements if they are in files and need no copy, else None. May differ between ranks."""
         ...
 
     def fill(self, param: nn.Parameter, target: Tensor, room: Tensor) -> None:
@@ -71,7 +71,7 @@ class Source(Protocol):
         ...
 
     def end(self, param: nn.Parameter) -> None:
-        """The engine has the values: `param` is a plain parameter."""
+        """Make `param` a plain parameter: the engine has the values."""
         ...
 
 
@@ -188,7 +188,7 @@ class ShardedParameter(nn.Parameter):
 
 @cache
 def _classes(kind: type[Any]) -> tuple[type[Any], type[Any]]:
-    """The readable and the released class for parameters that were of class `kind`.
+    """Return the readable and the released class for parameters that were of class `kind`.
 
     Subclasses keep their name: libraries that quantize recognise theirs by it.
     """
@@ -305,7 +305,7 @@ def place_of(param: Tensor) -> Place | None:
 
 
 def raw_data(param: Tensor) -> Tensor:
-    """The C++ `data`, without an event. Not for released parameters."""
+    """Return the C++ `data`, without an event. Not for released parameters."""
     out: Tensor = _DATA.__get__(param)
     return out
 
@@ -315,7 +315,7 @@ def set_raw_data(param: Tensor, values: Tensor) -> None:
 
 
 def raw_grad(param: Tensor) -> Tensor | None:
-    """The C++ `grad`: what this rank's backward has left, not reduced."""
+    """Return the C++ `grad`: what this rank's backward has left, not reduced."""
     if getattr(type(param), "_zero_released", False):
         with torch._C.DisableTorchFunctionSubclass():
             out: Tensor | None = _GRAD.__get__(param)
@@ -347,7 +347,7 @@ def has_raw_grads(params: Iterable[nn.Parameter]) -> bool:
 
 
 def take_raw_grads(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
-    """The C++ gradients of these parameters, which have none afterwards."""
+    """Return the C++ gradients of these parameters, which have none afterwards."""
     # Before anything is sent: a later backward of this step would add in place to memory that is on its way.
     get, put = _GRAD.__get__, _GRAD.__set__
     with torch._C.DisableTorchFunctionSubclass():

@@ -24,12 +24,12 @@ from .unit import Unit
 
 
 def named_piece(piece: Extent[Slot], values: Values) -> NamedPiece:
-    """The elements of one parameter that 1-D values have."""
+    """Return the elements of one parameter that 1-D values have."""
     return piece.source.spec.name, Extent(values[piece.here], 0, piece.source_start, piece.numel)
 
 
 def parts_written(span: Span, rank: int, size: int) -> Iterator[Extent[Slot]]:
-    """This rank's share of writing a span. "Here" is the slice that the rank has.
+    """Yield the parts of a span that this rank writes. "Here" is the slice that the rank has.
 
     Where every rank has everything, the span is partitioned for the purpose. Of several replicas the first one writes.
     """
@@ -102,7 +102,7 @@ class OptimizerPieces:
     # To be written ----------------------------------------------------------------------------------------------------
 
     def described(self) -> dict[str, ParameterState]:
-        """In the groups' order, however the ranks hold the parameters."""
+        """Return states by parameter in the groups' order, however the ranks hold the parameters."""
         out: dict[str, ParameterState] = {}
         for _, slot in self._slots():
             spec, known = slot.spec, self._described.get(slot.spec.name)
@@ -154,7 +154,7 @@ class OptimizerPieces:
     def _allocate_for(
         self, segment: Segment, saved: ParameterState | None, pieces: Sequence[Extent[Slot]]
     ) -> Iterator[tuple[str, NamedPiece]]:
-        """Values go to where those of now are stored, where they fit. All members have the same arrays and single values."""
+        """Yield memory for saved states: that of the current ones, if they fit. All members have the same states."""
         span, kept = segment.span, self._binding.state_of(segment)
         entries: dict[str, Any] = {}
         if saved is None:
@@ -190,7 +190,7 @@ class OptimizerPieces:
 
 
 def _in_segment(parts: Iterable[Extent[Slot]], segment: Segment) -> Iterator[Extent[Slot]]:
-    """The parts that a segment has. "Here" is the segment."""
+    """Yield the parts that a segment has. "Here" is the segment."""
     for part in parts:
         piece = part.cut(segment.start, segment.stop)
         if piece is not None:

@@ -32,7 +32,7 @@ class Presence:
         self._agreed = [list(flags) for flags in self._mine]
 
     def agree(self) -> None:
-        """After the reduces of a backward. A collective."""
+        """Agree on gradients that are present, after the reduces of a backward. A collective."""
         units, events, wire = self._context.units, self._context.events, self._context.wire
         self._land()
         are_late = have_local([span.bucket for unit in units for span in unit.trained])
@@ -70,14 +70,14 @@ class Presence:
                 start = stop
 
     def _land(self) -> None:
-        """Gradients are where they are stored."""
+        """Wait until gradients are where they are stored."""
         if self._context.config.offloads:
             for unit in self._context.units:
                 for span in unit.trained:
                     span.bucket.land()
 
     def _flags(self) -> list[list[bool]]:
-        """By unit, and parameter of its trained spans: whether this rank has had a gradient of it since `zero_grad`."""
+        """Return by unit whether this rank has had a gradient of each trained parameter since `zero_grad`."""
         out: list[list[bool]] = []
         for unit in self._context.units:
             flags: list[bool] = []

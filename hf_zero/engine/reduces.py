@@ -17,7 +17,7 @@ class Reduces:
         self._under_way: Unit | None = None
 
     def begin(self, answer: Callable[[], Iterable[Unit]] | None = None) -> None:
-        """A backward begins.
+        """Begin the reduces of a backward.
 
         Args:
             answer: waits for the other ranks and returns the units in the agreed order. Called when the order is first needed.
@@ -66,6 +66,6 @@ class Reduces:
         self.finish()
 
     def drop(self) -> None:
-        """A backward raised: forget its reduces."""
+        """Forget the reduces of a backward that raised."""
         self.begin()
         self._under_way = None

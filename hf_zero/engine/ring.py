@@ -44,7 +44,7 @@ class Piece:
         return self.segment.span
 
     def slabs(self, numel: int) -> Iterator[Slab]:
-        """Bounds are multiples of `numel` in the span's slice: direct transfers need aligned offsets."""
+        """Yield slabs whose bounds are multiples of `numel` in the span's slice: direct transfers need aligned offsets."""
         start = self.segment.start
         while start < self.segment.stop:
             stop = self.segment.stop if self.segment.is_matrix else min(self.segment.stop, (start // numel + 1) * numel)
@@ -107,7 +107,7 @@ class SlabMemory:
                 self.values[name] = source
 
     def wait(self) -> None:
-        """Return when no transfer uses the memory.
+        """Wait until no transfer uses the memory.
 
         Raises:
             TierError: one of them failed.
@@ -148,11 +148,11 @@ class Ring:
         return piece.slabs(self._storage.sizes.slab_numel)
 
     def announce(self, piece: Piece) -> None:
-        """Any thread: the piece will be updated after those that were announced before."""
+        """Announce a piece that is updated after those before it. For any thread."""
         self._ahead.extend(self.slabs_of(piece))
 
     def next(self, slab: Slab) -> SlabMemory:
-        """The slab, read; the slabs after it are being read.
+        """Return the memory of a slab that has been read. Slabs after it are being read.
 
         Raises:
             TierError: it could not be read, or an earlier one not written.
@@ -195,7 +195,7 @@ class Ring:
             self._reading.append(slot)
 
     def abandon(self) -> None:
-        """After an error: nothing is under way, and nothing is read ahead."""
+        """Wait for all transfers after an error, and forget what is read ahead."""
         self._ahead.clear()
         for slot in (*self._reading, *self._writing):
             without_error(slot.wait)

@@ -132,7 +132,7 @@ def outline(context: Context) -> dict[str, Any]:
 
 @contextmanager
 def _meta_parameters(context: Context) -> Iterator[None]:
-    """Inside, the model has parameters without values, in the dtypes that files have."""
+    """Give the model parameters without values inside the block, in the dtypes that files have."""
     meta = {}
     for unit in context.units:
         for span in unit.spans:

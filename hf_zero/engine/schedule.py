@@ -140,7 +140,7 @@ class Schedule:
 
     @property
     def _keeps_units(self) -> bool:
-        """A backward may follow: units of `Context.kept` stay. Also where this forward has a graph on other ranks alone."""
+        """Return whether units of `Context.kept` stay for a backward, also of a graph that only other ranks build."""
         return self._keeps or bool(self.tape.uses)
 
     def _release_prefetched(self, *, keeps: bool = False) -> None:
@@ -155,7 +155,7 @@ class Schedule:
         self.begin_use(unit, calls, is_lookup=is_lookup)
 
     def begin_use(self, unit: Unit, calls: Calls, *, is_lookup: bool = False) -> None:
-        """Code that reads the unit's parameters begins: the forward of a host, or one operation.
+        """Begin a use of the unit's parameters: the forward of a host, or one operation.
 
         Args:
             calls: to be passed to `end_use`.
@@ -208,7 +208,7 @@ class Schedule:
         self.end_use(unit, calls, output, (args, kwargs))
 
     def end_use(self, unit: Unit, calls: Calls, output: Any, inputs: Any = ()) -> None:
-        """The code has returned `output`: a backward that comes to it, or to what it put into `inputs`, needs the unit."""
+        """End a use that returned `output`. A backward that comes to it, or to what was put into `inputs`, needs the unit."""
         if not calls:
             return
         use, first, named = calls.pop()
@@ -247,7 +247,7 @@ class Schedule:
             unit.release()
 
     def keep(self, unit: Unit, *, to_step: bool) -> None:
-        """The unit stays gathered, as it is now, to the end of the next backward, or to the next step."""
+        """Keep a unit gathered, as it is now, to the end of the next backward, or to the next step."""
         self._kept.add(unit)
         if to_step:
             self._kept_to_step.add(unit)
@@ -267,7 +267,7 @@ class Schedule:
         return self.sync or each or self._wire.size == 1
 
     def begin(self) -> None:
-        """The first hook of a backward."""
+        """Begin a backward, in its first hook."""
         if self.in_backward:
             return
         self.context.refuse_unsharded("a backward")
@@ -300,7 +300,7 @@ class Schedule:
         self._walk = Walk(self.tape.uses)
 
     def enter(self, token: Token) -> None:
-        """The backward comes to the output of a use."""
+        """Enter a use: the backward comes to its output."""
         use = token.use
         if not self.in_backward:
             self.begin()
@@ -336,7 +336,7 @@ class Schedule:
             self._kept.add(unit)
 
     def reach(self, unit: Unit) -> bool:
-        """A backward reads what a graph saved of the unit's memory. Returns False if it had come to the unit by an output."""
+        """Gather a unit whose saved memory a backward reads. Returns False if the backward had come to it by an output."""
         if self._walk.is_in(unit.index) and unit.state is State.GATHERED:
             return False
         if backward_id() >= 0:
@@ -349,7 +349,7 @@ class Schedule:
         return True
 
     def _finish_use(self, use: Use) -> None:
-        """The backward is done with a use: all its nodes have run, and the gradients of its parameters are complete."""
+        """Finish a use: all its nodes have run, and the gradients of its parameters are complete."""
         self._walk.finish(use)
         unit = self.units[use.index]
         if self.sends and not self._walk.left[use.index]:
@@ -359,7 +359,7 @@ class Schedule:
             unit.release()
 
     def _enter_nested(self, use: Use) -> None:
-        """A backward inside the backward (reentrant checkpointing) comes to a recomputed use."""
+        """Enter a recomputed use in a backward inside the backward (reentrant checkpointing)."""
         if use.reads:
             self._need(self.units[use.index])
         if not use.is_entered:
@@ -378,7 +378,7 @@ class Schedule:
                     unit.release()
 
     def end(self) -> None:
-        """The end of a backward."""
+        """End a backward: release, reduce and agree on what is left."""
         if not self.in_backward or backward_id() != self._task:
             return
         self._pass_uses()
@@ -451,18 +451,18 @@ class Schedule:
             self.sync = sync
 
     def forget_gradients(self) -> None:
-        """All gradients of this step are cleared."""
+        """Forget backwards that raised: all gradients of this step are cleared."""
         self.recover()
         self._lost, self._has_run_backward = None, False
 
     def stepped(self) -> None:
-        """The optimizer has used the gradients."""
+        """Forget the passes of a step: the optimizer has used the gradients."""
         self._has_run_backward = False
         self.tape.clear()
         self._keeps_graph = False
 
     def quiesce(self) -> None:
-        """Nothing is gathered that the stage releases, and nothing is under way."""
+        """Release what the stage releases, and wait for everything under way."""
         self.recover()
         self._tail = None
         self._kept.clear()

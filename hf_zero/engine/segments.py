@@ -133,7 +133,7 @@ class Segment:
 
     @property
     def is_matrix(self) -> bool:
-        """The segment is one parameter of true shape."""
+        """Return whether the segment is one parameter of true shape."""
         return bool(self.members) and self.span.layout.is_whole
 
     def _values(self) -> Tensor:
@@ -146,7 +146,7 @@ class Segment:
 
     @property
     def has_moved(self) -> bool:
-        """The tensor has other memory than the master's."""
+        """Return whether the tensor has other memory than the master's."""
         span = self.span
         if span.tier is Tier.DISK or self.start == self.stop:
             return False
@@ -166,7 +166,7 @@ class Segment:
         self.tensor.__class__ = kind if reports else nn.Parameter
 
     def wait_for_values(self) -> None:
-        """User code reads or writes the tensor of an offloaded segment.
+        """Wait for the values of an offloaded segment that user code reads or writes.
 
         Raises:
             StateError: the master is on disk.
@@ -180,7 +180,7 @@ class Segment:
 
     @property
     def has_grad(self) -> bool:
-        """The next step updates its elements."""
+        """Return whether the next step updates its elements."""
         bucket = self.span.bucket
         if bucket.grad is None or self.is_cleared:
             return False
@@ -204,7 +204,7 @@ class Segment:
         self.show_flag()
 
     def use_master(self, slice_values: Tensor) -> None:
-        """The master has other memory now: that of `slice_values`."""
+        """Point the tensor at `slice_values`, the master's new memory."""
         part = slice_values[self.start : self.stop]
         with torch._C.DisableTorchFunctionSubclass():
             set_raw_data(self.tensor, part.view(self.tensor.shape))
@@ -253,7 +253,7 @@ def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]
 
 
 def _take_padding(segment: Segment) -> None:
-    """The last segment of the span's last rank has the padding: lengths stay multiples of what kernels like."""
+    """Give the span's padding to the last segment of its last rank: lengths stay multiples of what kernels like."""
     span = segment.span
     low, _ = span.layout.bounds(span.rank)
     if low + segment.stop == span.layout.used_numel:
@@ -262,7 +262,7 @@ def _take_padding(segment: Segment) -> None:
 
 
 def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:
-    """A segment's members in runs of equal `key`."""
+    """Return a segment's members in runs of equal `key`."""
     runs: list[list[int]] = []
     for index in segment.members:
         if runs and key(runs[-1][0]) == key(index):
@@ -275,7 +275,7 @@ def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:
 def split(
     segment: Segment, runs: Sequence[Sequence[int]], state: dict[str, Any]
 ) -> list[tuple[Segment, dict[str, Any]]]:
-    """Segments for these runs of a segment's members, each with its part of the optimizer's state.
+    """Return a segment for each of these runs of members, with its part of the optimizer's state.
 
     State tensors become views of the old ones, so optimizers see the same values; one value per segment (`step`) is copied.
     """

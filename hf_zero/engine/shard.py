@@ -177,7 +177,7 @@ def _memory_free_now(
 
 
 def _in_files(drafter: Drafter, wire: Wire) -> frozenset[str]:
-    """Parameters whose values are in files on every rank. A collective where some were created without values."""
+    """Return the parameters whose values are in files on every rank. A collective if some were created without values."""
     sources = {names[0]: each for param, names in drafter.names.items() if (each := source_of(param)) is not None}
     mine = frozenset(name for name, source in sources.items() if source.files is not None)
     return mine.intersection(*wire.exchange(mine)) if sources else mine

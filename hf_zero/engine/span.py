@@ -110,7 +110,7 @@ class Span:
                 self.full[begin:end].copy_(self.codec.rounded(self.full[begin:end]))
 
     def _files_of(self, params: Sequence[nn.Parameter]) -> OnDisk | None:
-        """This rank's slice, where a frozen span's values are in files: no copy is made of them until one is written."""
+        """Return this rank's slice of a frozen span whose values are in files, else None. A write copies them first."""
         sources = [source for param in params if (source := source_of(param)) is not None]
         if self.tier is not Tier.DISK or self.trainable or len(sources) < len(params):
             return None
@@ -150,7 +150,7 @@ class Span:
             set_raw_data(param, view)
 
     def view(self, index: int) -> Tensor:
-        """One parameter's values in `full`."""
+        """Return one parameter's values in `full`."""
         return self.views[index]
 
     def name_of(self, index: int) -> str:
@@ -167,7 +167,7 @@ class Span:
 
     @property
     def is_alias(self) -> bool:
-        """The master is the memory of `local`."""
+        """Return whether the master is the memory of `local`."""
         return self.master is self.local
 
     def open(self, purpose: str) -> None:
@@ -239,7 +239,7 @@ class Span:
         self._storage.resize_(self.full_bytes)
 
     def use_master(self, values: Tensor) -> None:
-        """The master is in other memory from now on."""
+        """Put the master into other memory."""
         self.master = values
         for segment in self.segments:
             segment.use_master(values)
@@ -350,7 +350,7 @@ class Span:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def values(self, start: int = 0, numel: int | None = None) -> Tensor:
-        """This rank's slice, or so many elements of it, in the master dtype, 1-D; maybe the master itself.
+        """Return this rank's slice, or so many elements of it, in the master dtype, 1-D; maybe the master itself.
 
         Raises:
             TierError: it could not be read from disk, on this rank alone.
@@ -389,7 +389,7 @@ class Span:
             target.copy_(self.master)  # type: ignore[arg-type]
 
     def state_on_disk(self, name: str, dtype: torch.dtype) -> OnDisk:
-        """The array that has a state of all segments. One for the span, so that offsets are aligned like the master's.
+        """Return the array of a state of all segments: one for the span, so that offsets are aligned like the master's.
 
         Raises:
             TierError: the disk is full.
@@ -410,12 +410,12 @@ class Span:
 
     @property
     def is_readable(self) -> bool:
-        """`full` has memory. The storage says so: a signal may come between a change of it and any note of that."""
+        """Return whether `full` has memory. Asks the storage: a signal may come between a change and any record of it."""
         return self.stays or self._storage.nbytes() == self.full_bytes
 
     @property
     def is_freed_in_place(self) -> bool:
-        """The next release resizes the memory of `full`."""
+        """Return whether the next release resizes the memory of `full`."""
         return not self._is_dropped and not self.stays and self._storage.nbytes() > 0
 
     @property
@@ -429,11 +429,11 @@ class Span:
         return count - self._own_views - (len(self.segments) if self.master is self.local else 0)
 
     def part_of(self, index: int) -> Extent[Slot] | None:
-        """This rank's elements of one parameter. "Here" is the slice."""
+        """Return this rank's elements of one parameter. "Here" is the slice."""
         return self.layout.part_of(self.layout.slots[index], self.rank)
 
     def parts(self) -> Iterator[tuple[int, Extent[Slot]]]:
-        """By index, the parameters that this rank has elements of."""
+        """Yield by index the parameters that this rank has elements of."""
         for index in range(len(self.params)):
             part = self.part_of(index)
             if part is not None:

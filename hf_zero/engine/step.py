@@ -57,7 +57,7 @@ class StepWrapper:
         self._has_written = self._is_complete = False
 
     def forget(self) -> None:
-        """Gradients are cleared: no step is under way, also none that raised outside of the instance's method."""
+        """Forget a step that raised outside the instance's method: gradients are cleared."""
         if not self._is_inside:
             self._reset()
 

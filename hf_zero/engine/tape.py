@@ -98,7 +98,7 @@ class Walk:
 
     @property
     def ahead(self) -> list[Use]:
-        """Uses that the backward has not come to, the next one first."""
+        """Return the uses that the backward has not come to, the next one first."""
         return self._order[self._at :]
 
     @property
@@ -106,13 +106,13 @@ class Walk:
         return self._order[self._at] if self._at < len(self._order) else None
 
     def enter(self, use: Use) -> list[Use]:
-        """The backward is at a use. Returns entered uses that it is done with: they opened after this one closed."""
+        """Enter a use. Returns entered uses that the backward is done with: they opened after this one closed."""
         over = [earlier for earlier in self.entered if earlier.opened > use.closed]
         self.entered.append(use)
         return over
 
     def finish(self, use: Use) -> None:
-        """The backward is done with a use."""
+        """Finish a use that the backward is done with."""
         use.is_done = True
         self.entered.remove(use)
         self.left[use.index] -= 1
@@ -143,7 +143,7 @@ class Tape:
         return use
 
     def close(self, use: Use) -> Token:
-        """The forward has ended. Returns what the hooks of its graph must own."""
+        """Close a use whose forward has ended. Returns what the hooks of its graph must own."""
         self.clock += 1
         use.closed = self.clock
         token = Token(use)

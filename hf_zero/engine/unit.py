@@ -106,7 +106,7 @@ class Unit:
         self._gathers = [span.gather() for span in self.spans if not span.stays or span.is_old]
 
     def wait(self) -> None:
-        """Return when the full parameters are readable."""
+        """Wait until the full parameters are readable."""
         if self.state is State.GATHERED:
             return
         if self.state is State.SHARDED:
@@ -127,19 +127,19 @@ class Unit:
         self.allow_reads()
 
     def allow_reads(self) -> None:
-        """The full parameters are readable, and stay until their use is over."""
+        """Allow reads of the full parameters, which stay until their use is over."""
         if not self.allows_reads:
             self.allows_reads = True
             set_released(self.params, False)
 
     def intercept_reads(self) -> None:
-        """The use of the full parameters is over. They may still be gathered."""
+        """Intercept reads: the use of the full parameters is over. They may still be gathered."""
         if self.allows_reads and self.context.frees and not self.is_pinned:
             set_released(self.params, True)
             self.allows_reads = False  # last: after a signal between the two the next call intercepts them again
 
     def intercept_all_reads(self) -> None:
-        """The full parameters have no memory, though the stage keeps them."""
+        """Intercept reads of full parameters that the stage keeps, while they have no memory."""
         set_released(self.params, True)
         self.allows_reads = False
 
@@ -162,7 +162,7 @@ class Unit:
             span.close()
 
     def mark_old(self, spans: Sequence[Span] | None = None) -> None:
-        """The masters of these spans were written: what is gathered is old. The same on every rank."""
+        """Mark what is gathered as old: the masters of these spans were written. The same on every rank."""
         for span in self.spans if spans is None else spans:
             span.is_old = True
         for span in () if self.context.frees else self.spans:
@@ -170,7 +170,7 @@ class Unit:
                 self.state = State.SHARDED
 
     def wait_for_step(self) -> None:
-        """Return when no other thread updates the unit's spans.
+        """Wait until no other thread updates the unit's spans.
 
         Raises:
             BaseException: the update failed, and no rank uses a disk; else see `Context.raise_failures`.
@@ -222,7 +222,7 @@ class Unit:
         self._reduces = [(span, *span.bucket.reduce()) for span in self.trained]
 
     def finish_reduce(self) -> None:
-        """Return when the owners' gradients are complete."""
+        """Wait until the owners' gradients are complete."""
         if not self._reduces:
             return
         self._run(self._finish_reduce, "wait for reduce", of_gradients=True)
@@ -243,7 +243,7 @@ class Unit:
             span.bucket.hold()
 
     def drop_gradients(self) -> None:
-        """A backward failed: wait for everything under way, and forget all gradients."""
+        """Wait for everything under way and forget all gradients, after a backward that failed."""
         for transfer in (*self._loads, *self._gathers, *(move for _, move, _, _ in self._reduces)):
             transfer.close()
         self._reduces = []

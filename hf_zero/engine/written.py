@@ -113,7 +113,7 @@ def write_back(span: Span, index: int, values: Tensor, shown: Tensor | None = No
 
 
 def _moved(span: Span, shown: Tensor, start: int, new: Tensor, master: Tensor, result: Tensor) -> Tensor:
-    """`result`, but for elements that were written by less than a rounding: these are moved."""
+    """Return `result`, but move elements that were written by less than a rounding."""
     if span.codec is None:
         return result
     stop, first = start + new.numel(), start // BLOCK_NUMEL * BLOCK_NUMEL

@@ -139,7 +139,7 @@ class Conversions:
         return replaced([(converters, "convert", convert)])
 
     def pieces(self, tensor: Tensor) -> list[Extent[str]] | None:
-        """The elements of `tensor` in row-major order; None if they are computed or unknown."""
+        """Return the elements of `tensor` in row-major order; None if they are computed or unknown."""
         known = self._sources.get(_storage(tensor)) if tensor.is_meta else None
         if known is not None and tensor.is_contiguous() and tensor.dtype == known[1].dtype:
             return [Extent(known[0], int(tensor.storage_offset()), 0, tensor.numel())] if tensor.numel() else []
@@ -150,7 +150,7 @@ class Conversions:
         return group.placed.get(key)
 
     def computed(self, results: Mapping[str, Tensor]) -> dict[str, Conversion]:
-        """The conversions that compute `results`, which have no pieces: one object for each recorded call.
+        """Return the conversions that compute `results`, which have no pieces: one object for each recorded call.
 
         Raises:
             CheckpointError: other code has made one of them.
@@ -184,12 +184,12 @@ def _compute(group: _Group, targets: Mapping[str, str], values: Mapping[str, Ten
 
 
 def _single(made: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Converters return a tensor or a list of one; contiguous, so that code after them copies nothing."""
+    """Return a converter's only tensor, contiguous, so that code after it copies nothing."""
     return {key: (value[0] if isinstance(value, list) else value).contiguous() for key, value in made.items()}
 
 
 def _storage(tensor: Tensor) -> int:
-    """Tells storages apart; on the meta device they have no addresses."""
+    """Return a key that tells storages apart; on the meta device they have no addresses."""
     return int(tensor.untyped_storage()._cdata)
 
 

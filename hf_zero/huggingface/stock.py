@@ -63,7 +63,7 @@ Attributes = list[tuple[Any, str, Any]]
 
 
 def serving(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
-    """For `replaced`: let `state_dict()` of the model and its modules return `state`, so that one rank alone may write.
+    """Let `state_dict()` of the model and its modules return `state`, for `replaced`: one rank alone may write.
 
     `state_dict()` of a sharded model is a collective, and library code calls it on the writing rank only.
     """
@@ -84,7 +84,7 @@ def _server(state: Mapping[str, Any], inside: str) -> Callable[..., dict[str, An
 
 
 def own_types(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Attributes:
-    """For `replaced`: show parameters in the dtype that the file has, because config.json gets the first one's dtype.
+    """Show parameters in the dtype that the file has, for `replaced`: config.json gets the first one's dtype.
 
     A parameter may be gathered in the compute dtype at this moment.
 

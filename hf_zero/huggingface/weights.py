@@ -64,7 +64,7 @@ class HubFormat:
         self.stems = {"model": ""}
 
     def describe(self, state: dict[str, Tensor], folder: Path) -> None:
-        """See `WeightFormat`. Writes config.json and whatever else `save_pretrained` writes."""
+        """Write config.json and whatever else `save_pretrained` writes; see `WeightFormat`."""
         model, stock, calls = self._model, PreTrainedModel.save_pretrained, list[Any]()
 
         def save(self: Any, place: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class HubFormat:
         return write_index(model, entries, max_shard_size, folder, storages)
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
-        """See `WeightFormat`. Finds what `from_pretrained` would find."""
+        """Find what `from_pretrained` would find; see `WeightFormat`."""
         first = self._locate(stored, get_model_conversion_mapping(self._model))
         used = getattr(self._model, "_weight_conversions", None)
         if not first.missing or not used:
@@ -144,12 +144,12 @@ class AdapterFormat:
         return {f"{prefix}adapter_model": prefix for prefix in map(self._prefix, self._adapters())}
 
     def describe(self, state: dict[str, Tensor], folder: Path) -> None:
-        """See `WeightFormat`. Writes adapter_config.json and the model card."""
+        """Write adapter_config.json and the model card; see `WeightFormat`."""
         with replaced(without_weights(self._model, state)):
             type(self._model).save_pretrained(self._model, folder, state_dict={})
 
     def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
-        """See `WeightFormat`. Adapters are never split over files."""
+        """Plan one file: adapters are never split; see `WeightFormat`."""
         conversions = _known(self._model, state)
         return {
             f"{self._prefix(adapter)}adapter_model.safetensors": _entries(
@@ -169,7 +169,7 @@ class AdapterFormat:
         return {key: state[params[id(value)]] if id(value) in params else value for key, value in kept.items()}
 
     def _computed(self, adapter: str, state: Mapping[str, Tensor], keys: Iterable[str]) -> dict[str, Conversion]:
-        """PEFT computes some entries from the adapter's parameters, for example a prompt's embeddings."""
+        """Return entries that PEFT computes from the adapter's parameters, for example a prompt's embeddings."""
         model, names = self._model, names_of(self._model)
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
         sources = tuple(
@@ -192,7 +192,7 @@ class AdapterFormat:
         return dict.fromkeys(keys, Conversion(sources, convert))
 
     def locate(self, stored: Mapping[str, Stored]) -> Located:
-        """See `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
+        """Find the adapter's file; see `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
         known: dict[str, str] = {}
         optional: set[str] = set()
         for adapter in self._adapters():
@@ -209,7 +209,7 @@ class AdapterFormat:
         return "" if adapter == "default" else f"{adapter}/"
 
     def _keys(self, adapter: str, embeddings: bool) -> dict[str, str]:
-        """Key in the adapter's file -> name in the model, as PEFT itself would save it."""
+        """Map keys in the adapter's file to names in the model, as PEFT itself would save them."""
         model = self._model
         if getattr(model.peft_config[adapter], "is_prompt_learning", False):
             return {"prompt_embeddings": f"prompt_encoder.{adapter}.embedding.weight"}  # all that PEFT loads
@@ -250,7 +250,7 @@ def saves_its_own_way(model: nn.Module) -> bool:
 
 
 def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
-    """For `replaced`: let `save_pretrained(state_dict={})` write all files but the weights, on one rank.
+    """Let `save_pretrained(state_dict={})` write all files but the weights, on one rank; for `replaced`.
 
     Args:
         model: the model.
@@ -291,7 +291,7 @@ def _entries(
 
 
 def _prompt_encoder(model: Any, state: Mapping[str, Any]) -> Attributes:
-    """For `replaced`: let prompt encoders, whose results PEFT saves, read `state`, without the engine's hooks.
+    """Let prompt encoders, whose results PEFT saves, read `state`, without the engine's hooks; for `replaced`.
 
     On meta tensors the result has the right shape only.
     """

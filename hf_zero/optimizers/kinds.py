@@ -150,7 +150,7 @@ def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
 def state_bytes(
     optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Bytes of each array of a parameter's state, by a step on the meta device and one over a small tensor."""
+    """Return the bytes of each array of a parameter's state, by a step on the meta device and one over a small tensor."""
     options = options_of(optimizer.param_groups[group])
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
     param.grad = torch.empty_like(param)
@@ -219,7 +219,7 @@ def _why_matrices(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _reason(optimizer: torch.optim.Optimizer, ask: Callable[[Trial], str | None]) -> str | None:
-    """The first answer of a trial. An optimizer that cannot be tried is taken at its worst."""
+    """Return the first answer of a trial. An optimizer that cannot be tried is taken at its worst."""
     for trial in trials(optimizer):
         try:
             why = ask(trial)

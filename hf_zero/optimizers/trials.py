@@ -52,7 +52,7 @@ class Trial:
                 self._options[name] = torch.full_like(value, least) if isinstance(value, Tensor) else least
 
     def why_not_elementwise(self) -> str | None:
-        """Why an element's update depends on other elements; None where it does not."""
+        """Say why an element's update depends on other elements; None if it does not."""
         whole, _ = self._run()
         if torch.equal(whole, self._values[0].flatten()):
             return f"{_STEPS} steps {self._shape} moved nothing, so its rule is unknown"
@@ -68,7 +68,7 @@ class Trial:
         return f"it computes {reductions.found} over a whole parameter ({self._shape})" if reductions.found else None
 
     def why_not_alone(self) -> str | None:
-        """Why a parameter's update depends on other parameters or on other ranks; None where it does not."""
+        """Say why a parameter's update depends on other parameters or on other ranks; None if it does not."""
         collectives = _Collectives()
         alone, _ = self._run(watching=collectives)
         if collectives.found is not None:
@@ -98,7 +98,7 @@ class Trial:
         return None
 
     def odd_state(self) -> str | None:
-        """Which state is neither one value nor one value per element; None where there is none."""
+        """Return the name of a state that is neither one value nor one per element; None if there is none."""
         _, twin = self._run()
         for name, value in next(iter(twin.state.values()), {}).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != self._values[0].shape:
@@ -106,7 +106,7 @@ class Trial:
         return None
 
     def counts(self, *, with_gradient: bool) -> set[str]:
-        """Attributes of the optimizer and options of its groups that steps change."""
+        """Return attributes of the optimizer and options of its groups that steps change."""
         param = nn.Parameter(self._values[0].clone())
         twin: Any = self._stepped([[param]], [(param, Tensor.clone)] if with_gradient else [])
         before = {**self._optimizer.__dict__, **self._options}
@@ -115,7 +115,7 @@ class Trial:
         return {key for key, value in numbers.items() if key not in before or repr(before[key]) != repr(value)}
 
     def moves_without_gradient(self) -> bool:
-        """A step changes a parameter that has no gradient."""
+        """Return whether a step changes a parameter that has no gradient."""
         param = nn.Parameter(self._values[0].clone())
         twin = self._stepped([[param]], [])
         return param.grad is not None or bool(twin.state) or not torch.equal(param.detach(), self._values[0])
@@ -125,7 +125,7 @@ class Trial:
         return next(iter(self._run()[1].state.values()), {})
 
     def _number_of_gradients(self) -> str | None:
-        """Which number in a group follows the gradients, as D-Adaptation's distance does: each rank would have its own."""
+        """Return the option that follows the gradients, as D-Adaptation's distance does: each rank would have its own."""
         found = []
         for scale in (1.0, 3.0):
             param = nn.Parameter(self._values[0].clone())
@@ -167,7 +167,7 @@ class Trial:
 
 
 def trials(optimizer: torch.optim.Optimizer) -> Iterator[Trial]:
-    """A trial for each kind of group and each number of dimensions, small ones first."""
+    """Yield a trial for each kind of group and each number of dimensions, small ones first."""
     depths = {param.dim() for group in optimizer.param_groups for param in group["params"]}
     shapes = [_FIRST, _MATRIX, *(shape for shape in _DEEPER if len(shape) in depths)]
     kinds = {
@@ -180,12 +180,12 @@ def trials(optimizer: torch.optim.Optimizer) -> Iterator[Trial]:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """By attribute, optimizers that it steps by (Lookahead, SAM). They have the same groups."""
+    """Return by attribute the optimizers that it steps by (Lookahead, SAM). They have the same groups."""
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
 
 
 def _ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """A copy over other groups, in training mode."""
+    """Return a copy over other groups, in training mode."""
     twin = copy_of(optimizer, groups)
     for key, value in inner_optimizers(optimizer).items():  # else the trial would step over the model's parameters
         inner = copy_of(value, groups)

@@ -88,12 +88,12 @@ def copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
+    """Return a group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def copied(value: Any) -> Any:
-    """A tensor's copy where it is, and everything else itself."""
+    """Return a tensor's copy where it is, and everything else itself."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -121,12 +121,12 @@ def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
 
 
 def in_host(value: Any) -> Any:
-    """A tensor's copy in host memory, and everything else itself."""
+    """Return a tensor's copy in host memory, and everything else itself."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _adam(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Kernel | None:
-    """The function that the step of Adam and AdamW ends in. Calling it directly saves as much time as a block takes."""
+    """Return the function that Adam's and AdamW's step ends in. Calling it directly saves as much as a block takes."""
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or "decoupled_weight_decay" not in options:
         return None
     if options["amsgrad"] or options["differentiable"] or options["foreach"]:

@@ -109,14 +109,14 @@ class _Parameter:
         return None
 
     def follow(self) -> None:
-        """After a full write. A collective."""
+        """Follow a full write. A collective."""
         if not self.engine.context.frees:
             self.engine.refresh([self.span])
 
     # Between ranks ----------------------------------------------------------------------------------------------------
 
     def here(self, values: Callable[[slice], Tensor], dtype: torch.dtype) -> Tensor:
-        """This rank's elements, on the device."""
+        """Return this rank's elements, on the device."""
         device = self.span.device
         return torch.empty(0, dtype=dtype, device=device) if self.part is None else values(self.part.here).to(device)
 
@@ -134,7 +134,7 @@ class _Parameter:
         return whole.view(slot.spec.shape)
 
     def read(self, values: Callable[[], Any]) -> Any:
-        """`values()`, which fails on every rank if it fails on one. A collective where a rank uses a disk."""
+        """Return `values()`, which fails on every rank if it fails on one. A collective where a rank uses a disk."""
         return read(self.wire, values, may_fail=self.span.context.storage.uses_disk)
 
 
@@ -154,7 +154,7 @@ class _Trained(_Parameter):
         self.span.unit.wait_for_step()
 
     def follow(self) -> None:
-        """Full parameters do not change."""
+        """Do nothing: full parameters do not change."""
 
 
 class _Gradient(_Trained):

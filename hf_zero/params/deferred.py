@@ -217,7 +217,7 @@ class Deferred:
             self.print = digest(whole.reshape(-1))
 
     def _put_away(self, part: Tensor) -> Values:
-        """The part where it is stored while closed. Without room on disk it stays in memory."""
+        """Store a part for the time that it is closed. Without room on disk it stays in memory."""
         if self._store is None or part.nbytes < _STORED_BYTES:
             return part
         self._unstore()
@@ -238,7 +238,7 @@ class Deferred:
 
     @property
     def has_alias(self) -> bool:
-        """User code refers to full memory of the closed parameter. Takes what it wrote there."""
+        """Return whether user code refers to full memory of the closed parameter. Takes what it wrote there."""
         self._follow()
         if self._alias is not None and _holders(self._alias) < 2:
             self._alias = None
@@ -277,7 +277,7 @@ class Deferred:
         show_closed(param, shape, dtype, self.device)
 
     def copied(self, param: nn.Parameter) -> nn.Parameter:
-        """A closed copy, or one in the same files."""
+        """Return a closed copy, or one in the same files."""
         self.follow(param)
         files = self.files
         own = self.slice_of(param).clone() if files is None else None
@@ -295,14 +295,14 @@ class Deferred:
             target.copy_(values)
 
     def end(self, param: nn.Parameter) -> None:
-        """An engine has the values."""
+        """Free the values: an engine has them."""
         param.__class__ = nn.Parameter
         param.__dict__.pop("__deepcopy__", None)
         set_source(param, None)
         self._unstore()
 
     def stand_in(self, param: nn.Parameter) -> Tensor:
-        """A meta tensor of the shape, dtype and strides that the parameter has when it is open."""
+        """Return a meta tensor of the shape, dtype and strides that the parameter has when it is open."""
         strides = self._strides or torch.empty(param.shape, device="meta").stride()
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device="meta")
 

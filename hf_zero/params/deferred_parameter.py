@@ -63,7 +63,7 @@ class DeferredParameter(nn.Parameter):
     """
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-        """A plain parameter: `type(p)(tensor)` is how libraries make another one of the same class."""
+        """Return a plain parameter: `type(p)(tensor)` is how libraries make another one of the same class."""
         return nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

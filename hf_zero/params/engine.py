@@ -252,7 +252,7 @@ class Engine(core.Engine):
         return self.context.layout
 
     def shown_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Inside, the model is as after `model.to(dtype)`, for forwards without a graph; masters are as before.
+        """Show the model as after `model.to(dtype)` inside the block, for forwards without a graph; masters are as before.
 
         Where full parameters stay, that takes a second copy of them in this dtype, else one of a unit at a time. On every
         rank.

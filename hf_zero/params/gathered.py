@@ -169,7 +169,7 @@ class _Sharded:
         self._units = PinnedUnits(self._context, units, "GatheredParameters", apart=True)
 
     def full(self, number: int) -> Tensor:
-        """The full values of one parameter, as user code may have written them."""
+        """Return the full values of one parameter, as user code may have written them."""
         place = self._places[number]
         return place.span.view(place.index)
 
@@ -181,7 +181,7 @@ class _Sharded:
         return f"parameter {place.span.name_of(place.index)!r}"
 
     def keep(self, number: int, values: Tensor) -> None:
-        """Full values are the parameter's from now on. The same on every rank."""
+        """Make full values the parameter's. The same on every rank."""
         span, index = self._places[number].span, self._places[number].index
         write_back(span, index, values.view(-1))
         span.view(index).copy_(values)  # of a unit that an outer context has gathered
@@ -224,7 +224,7 @@ class _Created:
         return values if is_same else torch.empty(shape, dtype=dtype, device=values.device)
 
     def check_shapes(self) -> str:
-        """Which parameter has values of another shape or dtype now; empty if none has."""
+        """Return the name of a parameter whose values have another shape or dtype now; empty if none has."""
         for number, (param, kind) in enumerate(zip(self.params, self._kinds)):
             if (param.shape, param.dtype) != kind:
                 return f"{self.name(number)} has another shape or dtype: {param.dtype} {tuple(param.shape)}"

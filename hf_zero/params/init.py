@@ -233,7 +233,7 @@ class Init:
                 self._close_all()
 
     def _begin(self, param: nn.Parameter, label: str) -> None:
-        """A plain parameter is deferred, and open."""
+        """Defer a plain parameter, and leave it open."""
         deferred = Deferred(self.wire, device=param.device, store=self._store)
         set_source(param, deferred)
         copy_deferred(param)
@@ -338,7 +338,7 @@ class Init:
 
 
 def _can_be_deferred(param: nn.Parameter) -> bool:
-    """Plain dense parameters with values. Others (quantized, without a shape yet) stay as they are."""
+    """Return whether a parameter is plain and dense, with values. Others (quantized, without a shape) stay as they are."""
     if type(param) is not nn.Parameter or param.is_meta or param.layout is not torch.strided or param.is_quantized:
         return False
     return deferred_of(param) is None and place_of(param) is None
@@ -349,7 +349,7 @@ def _numel(params: Iterable[Tensor]) -> int:
 
 
 def _align_random_states(wire: Wire) -> list[Tensor] | None:
-    """Every rank draws rank 0's numbers from here on. Returns this rank's own states where they were others."""
+    """Let every rank draw rank 0's numbers. Returns this rank's own states if they were others."""
     if wire.size == 1:
         return None
     device = wire.device or torch.device("cpu")

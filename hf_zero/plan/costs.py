@@ -51,7 +51,7 @@ class Placement:
 
     @property
     def is_offloaded(self) -> bool:
-        """True if an optimizer updates the span outside device memory."""
+        """Return whether an optimizer updates the span outside device memory."""
         return self.optimizer not in (None, Tier.DEVICE)
 
 
@@ -109,12 +109,12 @@ class Setup:
 
     @property
     def steps_at_once(self) -> bool:
-        """Offloaded masters are updated as their gradients arrive, which are not stored."""
+        """Return whether offloaded masters are updated as their gradients arrive, which are not stored."""
         return self.config.step_in_backward and self.backward_per_step == 1
 
     @property
     def reduces_once(self) -> bool:
-        """Gradients of a step's backwards are reduced with the last of them."""
+        """Return whether gradients of a step's backwards are reduced with the last of them."""
         if self.world_size == 1 or self.backward_per_step == 1:
             return False
         return self.defers or not self.policy.reduce_each_backward

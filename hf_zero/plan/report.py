@@ -188,7 +188,7 @@ def start(
 
 
 def _folded(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
-    """Return `label text`, wrapped at the terminal's width."""
+    """Yield `label text`, wrapped at the terminal's width."""
     width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
     for label, text in rows:
         yield from textwrap.wrap(

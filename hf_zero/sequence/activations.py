@@ -352,7 +352,7 @@ class Activations(Observer):
 
 @contextlib.contextmanager
 def _around_saving(around: Callable[[], Any]) -> Iterator[None]:
-    """Inside the block, `torch.utils.checkpoint` saves the inputs of blocks within `around()`."""
+    """Let `torch.utils.checkpoint` save the inputs of blocks within `around()` inside the block."""
     module: Any = sys.modules["torch.utils.checkpoint"]
     undo: list[Callable[[], None]] = []
     for name, method in _SAVING:

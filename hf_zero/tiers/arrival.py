@@ -34,7 +34,7 @@ class Arrival:
         self._move = storage.link.down(mean, self._values)
 
     def land(self) -> None:
-        """Return when the gradient is stored.
+        """Wait until the gradient is stored.
 
         Raises:
             TierError: it could not be read or written.

@@ -164,7 +164,7 @@ class Storage:
         return made
 
     def gradient_moves(self, wait: Callable[[], None]) -> None:
-        """Return when the gradient that moved before is stored. `wait` waits for the one that moves now."""
+        """Wait until the gradient that moved before is stored. `wait` waits for the one that moves now."""
         before, self._wait_for_gradient = self._wait_for_gradient, wait
         if before is not None and before != wait:  # the same bucket has waited itself
             before()
