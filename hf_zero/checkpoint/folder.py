@@ -1,7 +1,7 @@
 """Put a save in place: stage it in a temporary folder, then rename it or replace files one by one.
 
-A new folder appears by one rename, after all its files were fsynced. In a folder that already has
-files, each new file replaces its predecessor by `os.replace`, and the manifest comes last. A job
+A new folder appears by one rename, after all its files were fsynced. In a folder that already
+exists, each new file replaces its predecessor by `os.replace`, and the manifest comes last. A job
 that dies between two replacements leaves a folder that `verify` and every load reject: the old
 manifest does not match the new files. The configuration is removed first and replaced last, so
 `from_pretrained` never reads old and new weights together.
@@ -72,9 +72,10 @@ class Staging:
         try:
             with naming(self.target):
                 parent.mkdir(parents=True, exist_ok=True)
-                # A rename cannot cross file systems: where the target is a mount point, stage inside it.
-                is_used = self.target.is_dir() and (os.path.ismount(self.target) or any(self.target.iterdir()))
-                self.root, self._lock = _new_root(*((self.target, SUFFIX) if is_used else (parent, prefix)))
+                # A folder that exists is kept, also an empty one: it may be a mount point or the current folder, and its
+                # parent may be read-only.
+                exists = self.target.is_dir()
+                self.root, self._lock = _new_root(*((self.target, SUFFIX) if exists else (parent, prefix)))
                 self._remove_left_overs(prefix)
                 _refuse_linked_folders(self.target, _files_of(self.target))
                 self.path.mkdir()

@@ -71,8 +71,6 @@ def prepare(parent: Path, start: str) -> tuple[Path, dict[str, str]]:
     shutil.rmtree(parent, ignore_errors=True)
     target = parent / "checkpoint"
     parent.mkdir()
-    if start == "empty":
-        target.mkdir()
     kept = KEPT if start in ("old and files of others", "files of others") else {}
     if start.startswith("old"):
         save(target, OLD, "old")
@@ -170,10 +168,12 @@ def test_two_saves_that_remove_left_overs_do_not_refuse_one_another(tmp_path):
     assert left_overs(tmp_path) == []
 
 
-def test_a_file_system_that_is_mounted_at_the_target(tmp_path):
-    target = tmp_path / "volume"
-    target.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", target], capture_output=True).returncode:
+@pytest.mark.parametrize("what", ["tmpfs", "folder"])
+def test_what_is_mounted_at_the_target(what, tmp_path):
+    target, elsewhere = tmp_path / "volume", tmp_path / "elsewhere"
+    target.mkdir(), elsewhere.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs"] if what == "tmpfs" else ["mount", "--bind", elsewhere]
+    if subprocess.run([*mount, target], capture_output=True).returncode:
         pytest.skip("mounting is not permitted here")
     try:
         for files, name in ((OLD, "old"), (NEW, "new")):  # it is empty at first
@@ -182,6 +182,15 @@ def test_a_file_system_that_is_mounted_at_the_target(tmp_path):
         assert left_overs(tmp_path) == []
     finally:
         subprocess.run(["umount", target], check=True)
+
+
+def test_an_empty_folder_stays_the_same_folder(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("old", "new"):
+        save(Path(), NAMES[name], name)
+        assert version_of(Path(), {}) == name, "of the current folder"
+    assert left_overs(tmp_path) == []
 
 
 def test_a_manifest_that_lists_staged_files(tmp_path):

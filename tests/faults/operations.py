@@ -129,9 +129,7 @@ class Job:
             self.target.parent.mkdir()
             if start == "old":
                 shutil.copytree(self.place / "old", self.target)
-            if start == "empty":
-                self.target.mkdir()
-            elif start != "nothing":
+            if start != "nothing":
                 (self.target / "runs").mkdir(parents=True)
                 (self.target / "runs" / "notes.txt").write_text("mine")
         self.everyone(None)
@@ -200,7 +198,6 @@ def _weight(job: Job) -> Any:
 OPERATIONS: dict[str, Operation] = {
     "save over": Operation(lambda job: job.save(job.target), makes="new"),
     "save": Operation(lambda job: job.save(job.target), "nothing", "new"),
-    "save in an empty folder": Operation(lambda job: job.save(job.target), "empty", "new"),
     "save beside": Operation(lambda job: job.save(job.target), "files of others", "new"),
     "save behind": Operation(_save_behind, makes="new"),
     "save apart": Operation(_save_apart, makes="new"),

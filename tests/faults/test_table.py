@@ -114,7 +114,7 @@ def check_after(job: Job, name: str, error: str | None, hit: str) -> None:
     job.everyone(None)
     if operation.makes is not None:
         assert job.version(job.target) in versions_after(operation, error), hit
-        if operation.start not in NEW:
+        if operation.start != NEW:
             assert (job.target / "runs" / "notes.txt").read_text() == "mine", hit
         job.load(job.place / "new")
         job.save(job.target)
@@ -135,21 +135,20 @@ def versions_after(operation: Operation, error: str | None) -> set[str | None]:
     if error is None:
         return {operation.makes}
     if error == KILLED:
-        return {before, operation.makes, *(() if operation.start in NEW else ("rejected",))}
+        return {before, operation.makes, *(() if operation.start == NEW else ("rejected",))}
     if "files of the old and of the new save" in error:
         return {None, "rejected"}
     if "new files are complete" in error:
         return {operation.makes}
-    return {before, *((operation.makes,) if operation.start in NEW else ())}
+    return {before, *((operation.makes,) if operation.start == NEW else ())}
 
 
 KILLED = "killed"
-NEW = ("nothing", "empty")
+NEW = "nothing"
 """What is at the target before a save that appears by one rename."""
-BESIDE = ("save in an empty folder", "save beside")
 LIKE_OTHERS = {
-    0: ("save", *BESIDE, "save behind", "save apart", "verify", "export", "step", "step, stage 1"),
-    1: ("save", *BESIDE),
+    0: ("save", "save beside", "save behind", "save apart", "verify", "export", "step", "step, stage 1"),
+    1: ("save", "save beside"),
 }
 """By rank: it meets the same calls as in another operation."""
 
@@ -196,7 +195,7 @@ def killed_alone(rank: int, world: int, place: Path, name: str, tier: str, strid
         raise AssertionError("it never ended")
     assert len(seen) > 8
     assert set(seen) - {"rejected"} == ({before, "new"} if operation.makes else {"new"})
-    assert "rejected" not in seen or operation.start not in NEW, "a new folder appears by one rename"
+    assert "rejected" not in seen or operation.start != NEW, "a new folder appears by one rename"
     assert seen == sorted(seen, key=order.index), "the old checkpoint, files of both, the new one"
 
 
