@@ -204,7 +204,6 @@ def killed_alone(rank: int, world: int, place: Path, name: str, tier: str, strid
     [
         pytest.param("save over", "none", 1, marks=pytest.mark.wide),
         ("save", "none", 2),
-        pytest.param("save in an empty folder", "none", 2, marks=pytest.mark.wide),
         pytest.param("save beside", "none", 2, marks=pytest.mark.wide),
         pytest.param("save behind", "disk", 3, marks=pytest.mark.wide),
         ("export", "none", 3),
