@@ -367,10 +367,6 @@ class Engine:
         named = [{**group, "params": [names[param][0] for param in params]} for group, params in groups]
         return OptimizerPieces(binding, self._wire, named)
 
-    def group_options(self) -> list[dict[str, Any]]:
-        """Return the groups of all optimizers: their options, and under `params` the parameters' names."""
-        return [dict(group) for optimizer in self.optimizers for group in self.optimizer_state(optimizer).groups]
-
     # Files ------------------------------------------------------------------------------------------------------------
 
     def save(

@@ -225,7 +225,8 @@ def test_resume_on_one_rank(on_two: Callable[..., Any], tmp_path: Path) -> None:
     run.train(resume_from_checkpoint=str(folder))
     start.weights.pop("lm_head.weight")
     assert distance(start.weights, load_file(folder / "model.safetensors")) == 0.0
-    names = [name for group in zero.engine_of(run.model).group_options() for name in group["params"]]
+    engine = zero.engine_of(run.model)
+    names = [name for group in engine.optimizer_state(engine.optimizer).groups for name in group["params"]]
     for state in ("exp_avg", "exp_avg_sq"):
         mine = {names[number]: entries[state] for number, entries in start.optimizer["state"].items()}
         assert distance(mine, load_file(folder / "optimizer" / f"{state}.safetensors")) == 0.0
