@@ -90,6 +90,11 @@ class Engine:
         """Return the transport between ranks."""
         return self._wire
 
+    @property
+    def traffic(self) -> Traffic:
+        """Return the bytes and messages that this rank has sent."""
+        return self._wire.traffic
+
     def exchange(self, value: Any) -> list[Any]:
         """Return small Python values of all ranks, in rank order. A collective."""
         return self._wire.exchange(value)
@@ -294,13 +299,6 @@ class Engine:
         for event in self.events.before_gradients:
             event()
 
-    # Full parameters --------------------------------------------------------------------------------------------------
-
-    @property
-    def traffic(self) -> Traffic:
-        """Return the bytes and messages that this rank has sent."""
-        return self._wire.traffic
-
     # Values from outside ----------------------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
@@ -337,10 +335,6 @@ class Engine:
         self.wait_for_host_steps()
         self.context.raise_failures("an optimizer's step over offloaded state")
         self.context.check()
-
-    def reset(self) -> None:
-        """Forget what an exception left half-way: local gradients and transfers. The next forward does so, too."""
-        self.schedule.recover()
 
     def forget_failure(self) -> None:
         """Forget a step that was left half done: all masters and states were loaded."""

@@ -188,7 +188,6 @@ def gives_up(rank: int, world: int, folder: str, params: str, dtype: str) -> lis
                     break
                 except zero.OutOfMemoryError:
                     count[0] = 0
-                    engine.reset()
                     optimizer.zero_grad()
             optimizer.step()
             optimizer.zero_grad()
