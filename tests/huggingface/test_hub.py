@@ -378,15 +378,25 @@ def run_at(repo: str, folder: Path, stage: int = 2, **more: Any) -> Any:
 
 
 def trainer(place: Path) -> None:
-    """`Trainer.push_to_hub`: older shards go, the user's card and files stay, another kind is refused before training."""
+    """`Trainer.push_to_hub`: older shards go, the user's card and files stay, another kind is refused before training.
+
+    Neither what a save has staged is pushed, nor the manifest of older weights.
+    """
     repo, lora = "user/run", "user/lora_run"
     put(repo, **USER)
     zero.export(full(place, 5.0, max_shard_size="30KB"), push_to_hub=repo)
     put(repo, **USER)
     before = {name: data for name, data in listed(repo).items() if name in USER}
+    staged = place / "pushing" / ".checkpoint-9.zero_saving" / "model.safetensors"
+    staged.parent.mkdir(parents=True)
+    (place / "pushing" / "zero_manifest.json").write_text("{}")
     run = run_at(repo, place / "pushing", push_to_hub=True)
     run.train()
+    assert "zero_manifest.json" not in listed(repo)
+    staged.parent.mkdir(exist_ok=True)
+    staged.write_bytes(b"not whole yet")
     run.push_to_hub()
+    assert not [name for name in listed(repo) if "zero_saving" in name]
     assert before.items() <= listed(repo).items()
     assert weights_in(repo) == ["model.safetensors"]
     assert holds(repo, place / "pushing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
+from hf_zero.huggingface.elastic import Batches, share_out
 from tests.kit.jobs.harness import Tokens, arguments, distance, gpt2
 
 
@@ -68,6 +70,27 @@ def test_signals_are_given_back_where_training_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the program's own"):
         trainer.train()
     assert [signal.getsignal(number) for number in watched] == before
+
+
+class Ends(TrainerCallback):
+    """A signal in the last step of an epoch, and what is then saved."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved: list[int] = []
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append(state.global_step)
+
+
+def test_a_signal_at_the_end_of_an_epoch_saves_once(tmp_path: Path) -> None:
+    settings = {"zero_stage": 2, "enable_jit_checkpoint": True, "save_strategy": "epoch", "eval_strategy": "epoch"}
+    ends = Ends()
+    args = small(tmp_path, gradient_accumulation_steps=2, max_steps=4, **settings)
+    trainer = Trainer(gpt2(), args, train_dataset=Tokens(4), eval_dataset=Tokens(4), callbacks=[ends])
+    trainer.train()
+    assert ends.saved == [1]
+    assert not any("eval_loss" in entry for entry in trainer.state.log_history)
 
 
 def test_arguments_forget_an_older_accelerator(tmp_path: Path) -> None:
@@ -247,3 +270,33 @@ def test_model_card(tmp_path: Path) -> None:
         assert part in text
     assert "num_train_epochs" not in text, "max_steps is what counts"
     zero.verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "most", "expected"),
+    [
+        (6, 1, 3, (3, 2)),
+        (6, 3, 3, (2, 1)),
+        (6, 2, 3, (3, 1)),
+        (32, 1, 5, (4, 8)),
+        (7, 1, 3, (1, 7)),
+        (12, 6, 8, (2, 1)),
+    ],
+)
+def test_rows_are_shared_out_in_batches_that_fit(rows: int, ranks: int, most: int, expected: tuple[int, int]) -> None:
+    assert share_out(rows, ranks, most) == expected
+    assert ranks * expected[0] * expected[1] == rows
+
+
+def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(zero.ConfigError, match=r"takes 32 rows, which 7 ranks cannot share evenly.*\(1, 2, 4, 8\)"):
+        share_out(32, 7, 4)
+    with pytest.raises(zero.ConfigError, match="takes 4 rows, which 8 ranks"):
+        share_out(4, 8, 4)
+
+
+@pytest.mark.parametrize("found", [None, 3, {}, {"asked_rows": True}, {"asked_rows": "3"}, {"asked_rows": -1}])
+def test_what_a_manifest_says_is_not_believed_unseen(found: Any) -> None:
+    good = {"asked_rows": 3, "asked_accumulation": 1, "rows_per_step": 6, "steps_per_epoch": 0}
+    assert Batches.of_fact(good) == Batches(3, 1, 6)
+    assert Batches.of_fact(found if not isinstance(found, dict) or not found else {**good, **found}) is None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    TrainerCallback,
-)
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 import hf_zero as zero
@@ -65,16 +69,17 @@ def trains_twice() -> None:
 
 
 class Plain(nn.Module):
-    """Not a transformers model."""
+    """Not a transformers model. Between forwards its ranks have other means; each evaluates with its own."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(64, 32)
+        self.norm = nn.BatchNorm1d(32)
         self.head = nn.Linear(32, 64)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.head(torch.tanh(self.embed(input_ids)))
+        logits = self.head(torch.tanh(self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2)))
         out = {"logits": logits}
         if labels is not None:
             out["loss"] = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -86,15 +91,28 @@ def plain_module() -> None:
     """A model that transformers knows nothing about saves and resumes too."""
     out: dict[str, Any] = {}
     for name, stage in (("plain_ddp", None), ("plain", 3)):
-        run = trainer(name, stage, model=Plain())
-        run.train()
+        run, said = trainer(name, stage, model=Plain()), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            run.train()
         out[name] = curve(run)
         barrier()
+    tells_the_tokens_of_all_ranks(run, said.getvalue())
     assert_curve(out["plain"], out["plain_ddp"])
     assert distance(saved(Path("plain", "checkpoint-8")), saved(Path("plain_ddp", "checkpoint-8"))) < 1e-5
     again = trainer("plain_again", 3, model=Plain())
     again.train(resume_from_checkpoint="plain/checkpoint-4")
     assert distance(saved(Path("plain_again", "checkpoint-8")), saved(Path("plain", "checkpoint-8"))) == 0.0
+
+
+def tells_the_tokens_of_all_ranks(run: Trainer, said: str) -> None:
+    """In the last log and in the closing lines: medians of this rank's steps, times the number of ranks."""
+    path = Path(run.args.output_dir, f"zero_steps{f'.rank{RANK}' if RANK else ''}.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [each for each in records if each["kind"] == "step" and each["step"] > 1 and not each["evaluations"]]
+    rate = 2 * median(each["tokens"] for each in steps) / median(each["seconds"] for each in steps)
+    rates = [entry["zero/tokens_per_s"] for entry in run.state.log_history if "zero/tokens_per_s" in entry]
+    assert rates[-1] == pytest.approx(rate)
+    assert (f" {rate:,.0f} tokens/s" in " ".join(said.split())) == (RANK == 0)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -142,11 +160,34 @@ def evaluates_only(stage: int) -> None:
 
 
 def save_fails() -> None:
-    run = trainer("fails", 3, save_strategy="no", max_steps=1)
+    """With whole matrices ranks hold different amounts; a checkpoint tells the largest."""
+    run = trainer("fails", 3, save_strategy="no", max_steps=1, optim="adafactor")
     run.train()
+    run.save_model("facts")
+    barrier()
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, dict(zero.engine_of(run.model).report().measured))
+    assert everyone[0]["optimizer"] < everyone[1]["optimizer"]
+    told = json.loads(Path("facts", "zero_run.json").read_text())["measured_bytes"]
+    assert told == {kind: max(each[kind] for each in everyone) for kind in told}
     Path("no_folder").write_text("not a folder")
     barrier()
     assert_refused(lambda: run.save_model("no_folder/model"), "no_folder", kind="CheckpointError")
+
+
+def merges_an_adapter() -> None:
+    """PEFT adds an adapter to the whole float32 weight, and takes it out again, though a block computes in bfloat16."""
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    model = get_peft_model(gpt2(), config)
+    trainer("merges", 3, model=model, bf16=True, max_steps=1, eval_strategy="no", save_strategy="no").train()
+    layer = model.get_base_model().transformer.h[0].attn.c_attn
+    weight, first, second = layer.base_layer.weight, layer.lora_A.default.weight, layer.lora_B.default.weight
+    before, delta = zero.full_parameter(weight), 4 * (zero.full_parameter(second) @ zero.full_parameter(first)).T
+    assert delta.abs().max() > 0.1
+    model.merge_adapter()
+    torch.testing.assert_close(zero.full_parameter(weight), before + delta, rtol=0, atol=1e-6)
+    model.unmerge_adapter()
+    torch.testing.assert_close(zero.full_parameter(weight), before, rtol=0, atol=1e-6)
 
 
 class Signal(TrainerCallback):
@@ -191,6 +232,7 @@ WORK: dict[str, Callable[[], None]] = {
     "classification": classification,
     **{f"evaluate only {stage}": partial(evaluates_only, stage) for stage in (1, 3)},
     "save fails": save_fails,
+    "merge": merges_an_adapter,
     "adafactor": partial(equals_data_parallel, "adafactor", 3, "ddp_adafactor", 2e-4, optim="adafactor"),
     **{f"signal {stage}": partial(ends_by_a_signal, stage) for stage in (2, 3)},
 }
@@ -210,19 +252,19 @@ class Start(TrainerCallback):
         self.optimizer = kwargs["optimizer"].state_dict()
 
 
-def stage_3() -> Path:
-    whole_run("stage3", 3)
-    return Path("stage3", "checkpoint-4").resolve()
+def stage_3() -> tuple[Path, list[float]]:
+    return Path("stage3", "checkpoint-4").resolve(), whole_run("stage3", 3)["curve"]["loss"]
 
 
 @pytest.mark.gloo
-def test_resume_on_one_rank(on_two: Callable[..., Any], tmp_path: Path) -> None:
-    """Written by two ranks; this process resumes alone, at another stage."""
-    folder, start = on_two(stage_3), Start()
-    run = trainer(
-        str(tmp_path), 1, seed=4, max_steps=6, per_device_train_batch_size=4, save_strategy="no", callbacks=[start]
-    )
-    run.train(resume_from_checkpoint=str(folder))
+def test_resume_on_one_rank(on_two: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written by two ranks; this process resumes alone, at another stage, with the same rows in a step."""
+    (folder, losses), start = on_two(stage_3), Start()
+    shutil.copytree(folder, tmp_path / folder.name)
+    run = trainer(str(tmp_path), 1, seed=4, max_steps=6, save_strategy="no", callbacks=[start])
+    run.train(resume_from_checkpoint="latest")
+    assert "1 rank(s) share the 8 rows of a step: 2 per rank, 4 times per step" in capsys.readouterr().err
+    assert curve(run)["loss"] == pytest.approx(losses[:6], rel=1e-5)
     start.weights.pop("lm_head.weight")
     assert distance(start.weights, load_file(folder / "model.safetensors")) == 0.0
     engine = zero.engine_of(run.model)

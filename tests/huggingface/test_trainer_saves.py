@@ -75,13 +75,15 @@ class Broken(Trainer):
 
 
 def crash(async_save: bool) -> None:
-    """A failed checkpoint leaves the one before."""
+    """A failed checkpoint leaves the one before, which is the best that there is."""
     name = f"crash{int(async_save)}"
-    run = trainer(name, 2, kind=Broken, async_save=async_save)
+    best = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    run = trainer(name, 2, kind=Broken, async_save=async_save, **best)
     assert_refused(run.train, "failed on rank 1: OSError: no space left", kind="CheckpointError")
     barrier()
     assert zero.verify(Path(name, "checkpoint-4")).facts["world_size"] == 2
     assert folders_in(Path(name)) == {"checkpoint-4"}
+    assert run.state.best_model_checkpoint == f"{name}/checkpoint-4"
 
 
 class SmallDisk(TrainerCallback):

@@ -319,6 +319,12 @@ def casts(rank: int, world: int) -> None:
     other.double()
     with pytest.raises(zero.StateError, match=r"before running it|lstm\(\) of a parameter"):
         other(torch.ones(2, 1, 3, dtype=torch.float64))
+    with zero.Init():
+        both = nn.ParameterList([torch.arange(12.0).view(3, 4).t(), torch.zeros(4, 3)])
+    both.half()
+    both[1].data = both[0].double()
+    with zero.Init():
+        assert [each.stride() for each in both] == [(1, 4), (1, 4)], "as casts of plain ones"
     model = layer()
     twin = nn.Linear(4, 6)
     twin.weight = model.weight

@@ -67,6 +67,7 @@ def trained(rank: int, world: int, folder: str, size: int) -> dict[str, Any]:
         "loss": [each["loss"] for each in it.state.log_history if "loss" in each],
         "grad_norm": [each["grad_norm"] for each in it.state.log_history if "grad_norm" in each],
         "tokens": it.state.num_input_tokens_seen,
+        "operations": it.state.total_flos,
         "eval_loss": it.evaluate()["eval_loss"],
         "epoch": it.state.epoch,
     }

@@ -226,7 +226,10 @@ def test_nothing_is_left_after_exit(tmp_path: Path) -> None:
 
 def test_a_models_own_file(tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    path.write_bytes(torch.arange(3000.0).numpy().tobytes())
+    numel = PIECE_BYTES // 4 + 3000
+    path.write_bytes(torch.arange(float(numel)).numpy().tobytes())
+    whole = OnDisk(FileSource(path, 4, torch.float32, numel - 1))
+    assert torch.equal(whole.read(), torch.arange(1.0, numel)), "in pieces"
     meter = Meter()
     values = OnDisk(FileSource(path, 4000, torch.float32, 2000, meter))
     assert torch.equal(values[500:1500].read(), torch.arange(1500.0, 2500.0))

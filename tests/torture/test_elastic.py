@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 import hf_zero as zero
-from hf_zero.huggingface.elastic import Batches, share_out
 from tests.kit.elastic import agent, ended, lose, ranks_of, rows_by_step, until
 from tests.kit.launch import JOBS, launch
 from tests.kit.pool import free_port
@@ -129,36 +128,6 @@ def test_who_does_not_ask_for_it_is_warned(whole: tuple[dict[str, Any], Path], t
 def trainer_of(folder: Path, rows: int = ROWS, **changes: Any) -> Trainer:
     fresh()
     return Trainer(gpt2(), arguments(str(folder), **changes), train_dataset=NumberedRows(rows))
-
-
-@pytest.mark.parametrize(
-    ("rows", "ranks", "most", "expected"),
-    [
-        (6, 1, 3, (3, 2)),
-        (6, 3, 3, (2, 1)),
-        (6, 2, 3, (3, 1)),
-        (32, 1, 5, (4, 8)),
-        (7, 1, 3, (1, 7)),
-        (12, 6, 8, (2, 1)),
-    ],
-)
-def test_rows_are_shared_out_in_batches_that_fit(rows: int, ranks: int, most: int, expected: tuple[int, int]) -> None:
-    assert share_out(rows, ranks, most) == expected
-    assert ranks * expected[0] * expected[1] == rows
-
-
-def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(zero.ConfigError, match=r"takes 32 rows, which 7 ranks cannot share evenly.*\(1, 2, 4, 8\)"):
-        share_out(32, 7, 4)
-    with pytest.raises(zero.ConfigError, match="takes 4 rows, which 8 ranks"):
-        share_out(4, 8, 4)
-
-
-@pytest.mark.parametrize("found", [None, 3, {}, {"asked_rows": True}, {"asked_rows": "3"}, {"asked_rows": -1}])
-def test_what_a_manifest_says_is_not_believed_unseen(found: Any) -> None:
-    good = {"asked_rows": 3, "asked_accumulation": 1, "rows_per_step": 6, "steps_per_epoch": 0}
-    assert Batches.of_fact(good) == Batches(3, 1, 6)
-    assert Batches.of_fact(found if not isinstance(found, dict) or not found else {**good, **found}) is None
 
 
 # ---- zero.shard under torchrun ---------------------------------------------------------------------------------------
