@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.comm.codec import BLOCK_NUMEL, CODECS, Codec
+from hf_zero.comm.codec import BLOCK_NUMEL, CODECS, Codec, fits, gather_codec
+from hf_zero.core.layout import Layout, ParamSpec
 
 ROUNDING = 1 + 1e-5
 """Of float32, in the scale and in the product."""
@@ -17,7 +18,7 @@ ROUNDING = 1 + 1e-5
 
 def coded(codec: Codec, values: torch.Tensor, numel: int | None = None) -> torch.Tensor:
     numel = values.numel() if numel is None else numel
-    sent = torch.full((codec.nbytes(numel),), 0xA5, dtype=torch.uint8)
+    sent = torch.full((codec.nbytes(numel),), 0xFF, dtype=torch.uint8)  # NaN in both parts
     codec.encode(values, sent, numel)
     out = torch.full((numel,), float("nan"))
     codec.decode(sent, out)
@@ -26,10 +27,10 @@ def coded(codec: Codec, values: torch.Tensor, numel: int | None = None) -> torch
 
 def bound(name: str, blocks: torch.Tensor) -> torch.Tensor:
     """What the format states, by element; float32 has no number below 2^-149."""
-    absmax = blocks.abs().amax(1, keepdim=True)
+    absmax, least = blocks.abs().amax(1, keepdim=True), CODECS[name].largest * 2.0**-148
     if name == "fp8":
-        return torch.maximum(blocks.abs() / 16, absmax / 2**18) * ROUNDING + 2.0**-148
-    return (absmax / (2 * CODECS[name].largest)).expand_as(blocks) * ROUNDING + CODECS[name].largest * 2.0**-149
+        return torch.maximum(blocks.abs() / 16, absmax / 2**18) * ROUNDING + least
+    return (absmax / (2 * CODECS[name].largest)).expand_as(blocks) * ROUNDING + least
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -50,6 +51,9 @@ def test_error_is_bounded(name, seed, numel, exponent, spread, dtype):
     blocks = torch.nn.functional.pad(values.float(), (0, -numel % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
     gaps = (torch.nn.functional.pad(found, (0, -numel % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL) - blocks).abs()
     assert bool((gaps <= bound(name, blocks)).all())
+    step = CODECS[name].step(found)
+    assert bool((gaps.view(-1)[:numel] <= step / 2 * ROUNDING + CODECS[name].largest * 2.0**-148).all())
+    assert torch.equal(step, torch.cat([CODECS[name].step(part) for part in found.split(BLOCK_NUMEL)])), "of its block"
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -85,6 +89,19 @@ def test_decoded_again_is_the_same(name):
 def test_bytes(name):
     numel = 1 << 20
     assert 4 * numel >= 3.93 * CODECS[name].nbytes(numel)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_codes_would_not_shorten_travels_as_it_is(name):
+    for dtype, most in ((torch.float32, 65), (torch.bfloat16, 130), (torch.float64, 1 << 20)):
+        assert not fits(CODECS[name], most, dtype)
+        assert fits(CODECS[name], most + 1, dtype) is (dtype is not torch.float64)
+    specs = [
+        ParamSpec((n,), (64, 64), *["float32"] * 3, step_cost=cost, gathered_in=name)
+        for n, cost in (("a", 0), ("b", 9))
+    ]
+    equal, ragged = Layout.build([("unit", specs)], 2).spans
+    assert (gather_codec(equal), gather_codec(ragged)) == (CODECS[name], None)
 
 
 @pytest.mark.parametrize("name", CODECS)
