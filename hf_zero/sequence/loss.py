@@ -183,9 +183,10 @@ class Chunks(torch.autograd.Function):
         hidden, weight, bias, target = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         by_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # In float32: sums of many chunks would lose bits in a narrower type.
-        by_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        by_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        # In float32 at least: sums of many chunks would lose bits in a narrower type.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        by_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        by_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
             with torch.enable_grad():
@@ -197,12 +198,12 @@ class Chunks(torch.autograd.Function):
             del losses
             if by_hidden is not None:
                 by_hidden[part] = by_logits @ weight
-            if by_weight is not None and by_logits.dtype == torch.float32:
+            if by_weight is not None and by_logits.dtype == wide:
                 by_weight.addmm_(by_logits.t(), hidden[part])
             elif by_weight is not None:
                 by_weight += by_logits.t() @ hidden[part]
             if by_bias is not None:
-                by_bias += by_logits.sum(0, dtype=torch.float32)
+                by_bias += by_logits.sum(0, dtype=wide)
             del by_logits  # the next chunk gets the memory
         return (
             by_hidden,

@@ -154,6 +154,24 @@ def test_many_chunks_add_up_in_float32() -> None:
     assert off(gradients[1:], gradients[:1]) < 5e-3  # type: ignore[arg-type]
 
 
+def in_double(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """A loss of the user's own, in the type of the logits."""
+    return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1))
+
+
+def test_sums_of_chunks_are_as_exact_as_the_weights() -> None:
+    gradients = []
+    for chunked in (False, True):
+        model, engine = start(lambda: llama().double(), chunked)
+        model.loss_function = in_double
+        rows = ids(0, 0, 8, 16)
+        with SMALL():
+            model(input_ids=rows, labels=rows).loss.backward()
+        gradients.append(zero.full_gradient(model.lm_head.weight))
+        engine.detach()
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-14)
+
+
 def divided(rank: int, world: int) -> float:
     """With `sp_size`, a part of which has no labels."""
     given = batch(0)
