@@ -121,7 +121,7 @@ def find_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         mine = [
             module
             for name, module in candidates
-            if (name and fnmatchcase(name, pattern)) or fnmatchcase(type(module).__name__, pattern)
+            if fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
         ]
         if not mine:
             known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name, _ in candidates if name)

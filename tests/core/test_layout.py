@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
+from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec, Visit, itemsize
+from hf_zero.core.precision import dtype_name
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)
 
@@ -47,6 +49,8 @@ def test_every_element_has_one_owner(shapes, shards, frozen, optimizers):
             assert runs == sorted(runs)
             assert [run[0] for run in runs[1:]] == [run[1] for run in runs[:-1]]
             assert sum(stop - start for start, stop in runs) == slot.spec.numel
+            parts = [(rank, span.part_of(slot, rank)) for rank in range(shards)]
+            assert [*span.owners(slot)] == [each for each in parts if each[1] is not None]
 
 
 def test_odd_sizes_come_last():
@@ -76,6 +80,7 @@ def test_spans_split_by_type_optimizer_and_training():
         spec("frozen", (4, 4), trainable=False, optimizer=-1),
         ParamSpec(("half",), (4, 4), "bfloat16", "bfloat16", "float32", optimizer=0),
         spec("w2", (4, 4), optimizer=0),
+        spec("coded", (4, 4), gathered_in="int8"),
     ]
     (unit,) = Layout.build([("u", specs)], 2).units
     assert [[slot.spec.name for slot in span.slots] for span in unit.spans] == [
@@ -83,8 +88,24 @@ def test_spans_split_by_type_optimizer_and_training():
         ["b"],
         ["frozen"],
         ["half"],
+        ["coded"],
     ]
-    assert unit.numel == 68
+    assert unit.numel == 84
+
+
+def test_bytes_of_every_type():
+    for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}:
+        assert itemsize(dtype_name(dtype)) == dtype.itemsize, dtype
+
+
+def test_what_backward_gathers_again():
+    """Not what no gradient reaches, nor what the forward ends with; the last used comes first."""
+    frozen = spec("a", (4,), trainable=False, optimizer=-1)
+    units = [("a", [frozen]), *((name, [spec(name, (4,))]) for name in "bcd")]
+    assert Layout.build(units, 2).gathered_twice() == [2, 1]
+    shared = Layout.build(units, 2, [Visit(1), Visit(2), Visit(0), Visit(3), Visit(1)])
+    assert shared.gathered_twice() == [3, 0, 2]
+    assert [use.first for use in shared.uses()] == [5, 1, 3, 7]
 
 
 def test_plans_for_1024_ranks_without_a_process_group():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero import ConfigError
 from hf_zero.core.units import Group, Limits, find_groups, find_visits
 
 WIDTH = 16
@@ -167,3 +168,53 @@ def test_a_module_that_reads_its_children_hosts_them() -> None:
     covered(model, groups)
     hosted = next(group for group in groups if model.attention in group.hosts)
     assert set(hosted.params) == set(model.attention.parameters())
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)) for _ in range(2))
+
+
+def test_a_named_list_has_the_module_that_is_called_as_its_host() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixture())
+    groups = find_groups(model, units=["*.experts.1"])
+    covered(model, groups)
+    (named,) = (group for group in groups if group.is_named)
+    assert (named.name, named.hosts) == ("1.experts.1", [model[1]])
+
+
+def test_names_inside_of_named_modules_and_names_of_none() -> None:
+    model = Stack()
+    groups = find_groups(model, units=["*.heads.0", "Attention", "*.heads"])
+    covered(model, groups)
+    assert [group.name for group in groups if group.is_named] == [f"blocks.{at}.attention" for at in range(3)]
+    with pytest.raises(ConfigError, match=r"'blocks\.0\.mlps'. The closest are 'blocks\.\*\.mlp', "):
+        find_groups(model, units=["blocks.0.mlps"])
+
+
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(64, WIDTH), nn.LayerNorm(WIDTH)
+
+
+def test_what_transformers_does_not_split_is_a_block_only_where_there_are_several() -> None:
+    model = nn.Sequential(Embeddings(), Stack(2))
+    model._no_split_modules = ["Embeddings", "Block"]  # type: ignore[assignment]
+    groups = find_groups(model)
+    covered(model, groups)
+    assert [group.name for group in groups] == ["0.words", "1.blocks.0", "1.blocks.1"]
+
+
+def test_embeddings_whose_backward_needs_no_weights() -> None:
+    model = nn.Sequential(nn.Embedding(64, WIDTH), nn.Embedding(64, WIDTH, max_norm=1.0))
+    groups = find_groups(model, Limits(run_bytes=SQUARE))
+    assert [visit.is_embedding for visit in find_visits(model, groups)] == [True, False], "one writes its weights"
+
+
+def test_a_module_that_runs_a_child_for_some_samples_alone_hosts_it() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 64, [8, 32]))
+    groups = find_groups(model, Limits(unit_bytes=SQUARE, run_bytes=SQUARE))
+    covered(model, groups)
+    assert [group.hosts for group in groups] == [[model[0]], [model[1]]], "ranks have other samples"
