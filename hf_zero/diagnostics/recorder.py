@@ -110,7 +110,8 @@ class Recorder:
         self._started = time.perf_counter()
         self._ended: float | None = None
         self._began: float | None = None
-        self._forwards = self._evaluations = self._samples = self._tokens = 0
+        self._forwards = self._evaluations = self._tokens = 0
+        self._samples = 0.0
         self._before = counters(engine)
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class Recorder:
 
     # What the engine calls --------------------------------------------------------------------------------------------
 
-    def forward(self, samples: int = 0, tokens: int = 0) -> None:
+    def forward(self, samples: float = 0, tokens: int = 0) -> None:
         """Count the samples and tokens of a forward of the whole model that begins; not of a recomputation."""
         if not torch.is_grad_enabled():
             self._evaluations += 1
@@ -350,7 +351,9 @@ class Records(Observer):
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.recorder is not None:
             main_input = getattr(self._engine.model, "main_input_name", "input_ids")
-            self.recorder.forward(*batch_of(args, kwargs, main_input))
+            samples, tokens = batch_of(args, kwargs, main_input)
+            # Ranks of a group have parts of the same samples.
+            self.recorder.forward(samples / self._engine.config.sp_size, tokens)
 
     def after_backward(self) -> None:
         self._stepped.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def test_the_trainer(pools: dict[int, RankPool], tmp_path: Path) -> None:
             torch.testing.assert_close(
                 found[name], value, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
+    lines = map(json.loads, Path(tmp_path, "4", "zero_steps.jsonl").read_text().splitlines())
+    assert [4 * line["samples"] for line in lines if line["kind"] == "step"] == [8] * 3, "rows of a step over all ranks"
     for weights in pools[2].run(resumed, str(tmp_path), 2, 4):
         torch.testing.assert_close(weights, wanted["weights"], rtol=2e-5, atol=2e-6)
 
