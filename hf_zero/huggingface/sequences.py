@@ -68,7 +68,7 @@ class SharesSamples(AcceleratorBase):
         if self.gradient_state.active_dataloader not in self._zero_shared_loaders:
             return super().gather_for_metrics(input_data, use_gather_object)
         size = self.zero_config.sp_size
-        if any(each.was_divided for each in parallels):
+        if any(each.has_parts for each in parallels):
             # All of them: to leave out what belongs to repeated samples, as accelerate does, would drop parts of samples.
             if not use_gather_object:
                 with suppress(TypeError):  # not all are tensors

@@ -38,7 +38,7 @@ class SequenceParallel(Observer):
     def __init__(self, config: ZeroConfig) -> None:
         self._config = config
         self.size = config.sp_size
-        self.automatic = self.was_divided = False
+        self.automatic = self.was_divided = self._mode = False
         self._configs: list[Any] = []
         self._handles: list[Any] = []
         self._depth = 0
@@ -140,6 +140,11 @@ class SequenceParallel(Observer):
         if part.total is not None:
             local["num_items_in_batch"] = part.total
         return local
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether a loop has parts of samples: the last forward was divided, in the mode that the model still has."""
+        return self.was_divided and self._engine.model.training is self._mode
 
     def check_labels(self, batch: Mapping[str, Any]) -> None:
         """Refuse a batch from which the model computes no loss.
@@ -246,6 +251,7 @@ class SequenceParallel(Observer):
             self._probe()
         self._part = self._attention.active = part
         self._depth, self._items, self.was_divided = 1, items, True
+        self._mode = self._engine.model.training
         self.has_labels = kwargs.get("labels") is not None
         self._attention.calls = 0
         return args, kwargs

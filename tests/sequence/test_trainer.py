@@ -120,13 +120,14 @@ def looped(rank: int, world: int, size: int, even: bool) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     model.eval()
-    words = []
+    words, firsts = [], []
     for batch in test:
+        firsts.append(accelerator.gather_for_metrics(batch["input_ids"][:, 0]))  # before the first whole forward, too
         with torch.no_grad():
             logits = model(**batch).logits
         last = logits[torch.arange(len(logits)), batch["attention_mask"].sum(1) - 1]
         words.append(accelerator.gather_for_metrics(last.argmax(-1)))
-    return {"loss": torch.stack(losses), "words": torch.cat(words)}
+    return {"loss": torch.stack(losses), "words": torch.cat(words), "firsts": torch.cat(firsts)}
 
 
 def test_an_accelerate_loop(pools: dict[int, RankPool]) -> None:
@@ -134,7 +135,8 @@ def test_an_accelerate_loop(pools: dict[int, RankPool]) -> None:
     for world, even in ((2, False), (4, True)):
         (wanted,) = pools[1].run(looped, 1, even)
         for found in pools[world].run(looped, 2, even):
-            assert found["words"].tolist() == wanted["words"].tolist()
+            for name in ("words", "firsts"):
+                assert found[name].tolist() == wanted[name].tolist()
             loss = wanted["loss"].view(len(found["loss"]), -1).mean(1)
             torch.testing.assert_close(found["loss"], loss, rtol=2e-5, atol=0)
 
