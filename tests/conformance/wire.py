@@ -270,6 +270,9 @@ def agrees(wire: Wire, exact: bool) -> None:
             assert str(raised.value) == f"working failed on rank {last}: {type(failure).__name__}: no"
         name = type(failure).__name__
         assert wire.exchange(name) == [name] * wire.size, "another rank is at another exchange"
+    words = "working failed on rank 0: ValueError: 0"
+    with pytest.raises(zero.CheckpointError, match=words), on_all_ranks(wire, "working"):
+        raise ValueError(wire.rank)
     with on_all_ranks(wire, "working") as report:
         report.mine = wire.rank
     assert report.everyone == [*range(wire.size)]

@@ -19,7 +19,15 @@ from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.core.precision import Precision
 from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
-from hf_zero.plan.outline import Batch, activation_bytes, layer_bytes, logits_bytes
+from hf_zero.plan.outline import (
+    Batch,
+    activation_bytes,
+    chunk_tokens,
+    exchange,
+    layer_bytes,
+    logits_bytes,
+    offload_work,
+)
 from hf_zero.plan.plan import Drafter, Plan, plan
 from hf_zero.plan.shapes import Architecture
 from hf_zero.plan.solve import PlanInputs
@@ -43,7 +51,11 @@ def blocks(count: int, numel: int, shards: int, compute: str = "float32", **chan
 
 
 def make(layout: Layout, ranks: int, machine: Machine | None = None, precision: Precision = FP32, **settings) -> Plan:
-    extra = {key: settings.pop(key) for key in ("batch", "backward_per_step", "optimizer_tensors") if key in settings}
+    extra = {
+        key: settings.pop(key)
+        for key in ("batch", "backward_per_step", "optimizer_tensors", "in_files")
+        if key in settings
+    }
     config = ZeroConfig(**{"stage": 3, **settings})
     return plan(PlanInputs(layout, machine or Machine(), config, ranks, precision, **extra))
 
@@ -146,6 +158,18 @@ def test_gradients_alone():
     assert (
         stepped.memory.stored[HOST]["staging"] == SIZES.block_numel * 2 * 2 + 2 * n * 2
     )  # parameters up, gradients down
+    stored = make(layout, 1, precision=BF16, offload_optimizer="cpu", step_in_backward=True, backward_per_step=2)
+    assert stored.memory.stored[HOST]["gradients"] == 2 * n * 4
+    offloaded = {"precision": BF16, "backward_per_step": 2, "offload_optimizer": "cpu"}
+    every = (make(layout, 1, stage=stage, **offloaded).memory for stage in (1, 2))
+    assert len({json.dumps(memory.to_dict()) for memory in every}) == 1, "one rank reduces nothing"
+
+
+def test_frozen_spans_in_files_take_no_space_where_all_of_them_are():
+    specs = [ParamSpec((name,), (1 << 16,), *["float32"] * 3, trainable=False, optimizer=-1) for name in "ab"]
+    for known, nbytes in (("ab", 0), ("a", padded(8 << 16))):
+        made = make(Layout.build([("u", specs)], 1), 1, offload_params="disk", in_files=frozenset(known))
+        assert made.memory.stored[DISK]["parameters"] == nbytes
 
 
 def test_arrays_on_disk_by_hand():
@@ -231,6 +255,24 @@ def test_activations_are_korthikantis():
     assert kept == 2 * 512 * (24 * 2 + 34) * 1024
     device, host, _ = activation_bytes(batch, ZeroConfig(offload_activations="cpu"), 2, False)
     assert (device, host) == (2 * 512 * (34 + 2 * 2) * 1024, 2 * 512 * 24 * 2 * 1024)
+
+
+def test_batches_by_hand():
+    """Two key-value heads for four queries' and four ranks, a gated MLP, eight checkpointed layers of which four wait."""
+    sizes = Architecture(
+        hidden=64, layers=8, heads=4, intermediate=256, vocab=1 << 18, key_value_heads=2, is_gated=True
+    )
+    assert layer_bytes(sizes, 2, 4) == 2 * (4 * 64 + 64 + 4 * 256) + 4 * 2 * 64 + 2 * 64
+    assert chunk_tokens(sizes.vocab) == 256
+    shared, disk = ZeroConfig(sp_size=4), ZeroConfig(offload_activations="disk")
+    assert Batch(2, 33).tokens(shared) == 2 * 9
+    batch, again, one = (*(Batch(1, 16, each, sizes) for each in (False, True)), 16 * 64 * 2)
+    assert exchange(batch, shared, 2) == (2 * 2 * 8, 4 * (4 + 4) * 16 * 2 * 3 / 4)
+    assert exchange(again, shared, 2)[0] == 3 * 2 * 8
+    assert activation_bytes(again, disk, 2, False)[1:] == (5 * one, 8 * padded(one))
+    moved = {"down": 8 * one, "write": 8 * one, "read": 4 * one}
+    assert offload_work(again, disk, 2, False, True) == {**moved, "up": 4 * one}
+    assert offload_work(again, disk, 2, False, False) == {**moved, "up": 8 * one}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -30,6 +30,9 @@ def structures(rank: int, world: int) -> None:
 
     attempt("shape", lambda: nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(4, 4)))
     attempt("entries|parameter", lambda: LanguageModel(depth=2 + rank))
+    for longer in range(2):
+        found = rf"only rank {longer} has parameter '2\.weight'"
+        attempt(found, lambda longer=longer: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + (rank == longer)))))
     attempt("stage", Stack, zero.ZeroConfig(stage=2 + rank))
     attempt("reduce_dtype", Stack, zero.ZeroConfig(reduce_dtype=("float32", "bfloat16")[rank]))
     attempt("mixed_precision", Stack, mixed_precision=("no", "bf16")[rank])
