@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_zero.comm.group_wire import PIECE_BYTES
 from hf_zero.comm.hybrid import in_replicas
 from tests.conformance.wire import check_wire
 from tests.kit.pool import RankPool
@@ -56,6 +57,18 @@ def test_whole_world(kind: str, world: int, pools: dict[int, RankPool]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_the_world(kind: str, pools: dict[int, RankPool]) -> None:
     pools[4].run(parts, kind, timeout_s=200)
+
+
+def long_slice(rank: int, world: int) -> None:
+    wire, numel = started(Sockets), 5 * PIECE_BYTES // 4  # two pieces and a half of two bytes each
+    values = torch.arange(numel, dtype=torch.int32).remainder_(251).to(torch.bfloat16)
+    out = torch.empty(numel)
+    wire.reduce(torch.cat([values + rank, values + rank]), out, 3).close()
+    assert torch.equal(out, values.float() + 0.5)
+
+
+def test_a_reduce_in_pieces(two: RankPool) -> None:
+    two.run(long_slice)
 
 
 def test_one_rank() -> None:

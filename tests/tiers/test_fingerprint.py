@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.tiers.fingerprint import fingerprint, mixed_sums
+from hf_zero.tiers.fingerprint import fingerprint, mixed_sums, sample
 
 
 def test_fingerprints_see_every_permutation() -> None:
@@ -29,3 +29,13 @@ def test_fingerprints_see_every_permutation() -> None:
         changed[-1] += 1
         assert not torch.equal(mixed_sums(data), mixed_sums(changed))
     assert fingerprint(torch.zeros(0)).shape == fingerprint(torch.tensor(1.0)).shape == (2,)
+
+
+def test_a_sample_sees_its_ends_and_every_row() -> None:
+    values = torch.zeros(5 * 4096 + 100)
+    seen = {sample(values)}
+    for place in (0, 4 * 4096, 5 * 4096 + 99):
+        changed = values.clone()
+        changed[place] = 1.0
+        seen.add(sample(changed))
+    assert len(seen) == 4

@@ -25,13 +25,13 @@ import pytest
 import torch
 
 from hf_zero import StateError, TierError
-from hf_zero.tiers.array import FilePieces, FileSource, OnDisk
+from hf_zero.tiers.array import DiskArray, FilePieces, FileSource, OnDisk, Stamp
 from hf_zero.tiers.disk import Disk, Region, file_system
 from hf_zero.tiers.host import Link, pages
 from hf_zero.tiers.pool import Storage
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter
 from tests.kit.common import holders, nameless_files
-from tests.kit.injection import instead
+from tests.kit.injection import Forked, instead
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -113,6 +113,13 @@ def test_more_than_the_disk_has(disk: Disk) -> None:
     needed = (disk.free_bytes // ALIGN_BYTES + (1 << 20)) * ALIGN_BYTES
     with pytest.raises(TierError, match=rf"rank 0 in .* needs {needed} bytes more.*\d+ are free there.*larger disk"):
         disk.take(needed)
+
+    def halfway(real: Any, fd: int, offset: int, nbytes: int) -> None:
+        real(fd, offset, nbytes // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with instead(os, posix_fallocate=halfway), pytest.raises(TierError, match="needs 8192 bytes more"):
+        disk.take(8192)
     assert disk.nbytes == os.fstat(disk.fileno()).st_size == 0
     assert disk.take(4096) == Region(0, 4096)
 
@@ -236,14 +243,39 @@ def test_a_models_own_file(tmp_path: Path) -> None:
     assert (meter["read"].calls, meter["read"].bytes) == (1, 4000)
     joined = OnDisk(FilePieces(9, torch.float32, [(2, values[:2]), (6, values[5:6])]))
     assert joined.read_into(torch.ones(9)).tolist() == [0, 0, 1000, 1001, 0, 0, 1005, 0, 0]
+    part = OnDisk(FilePieces(9, torch.float32, [(2, values[:2]), (6, values[5:6])], counted := Meter()))[3:7]
+    assert (part.read().tolist(), counted["read"].bytes) == ([1001, 0, 0, 1005], 8)
     with pytest.raises(StateError, match=rf"{path}.*cannot be written"):
         values.zero_()
+    stamped = OnDisk(FileSource(path, 4000, torch.float32, 2000, stamp=Stamp.of(path)))
+    assert torch.equal(stamped.read(), values.read())
+
+    def changing(real: Any, *args: Any) -> Any:
+        count = real(*args)
+        os.utime(path, ns=(1, 1))
+        return count
+
+    with instead(os, preadv=changing), pytest.raises(TierError, match=rf"{path} has changed since"):
+        stamped.read()
     os.truncate(path, 10_000)
     with pytest.raises(TierError, match=rf"{path}: a read of 8000 bytes at byte 4000 ended after 6000"):
         values.read()
     path.unlink()
     with pytest.raises(TierError, match=rf"{path} cannot be opened: No such file.*leave it in place"):
         values.read()
+
+
+def test_an_array_that_cannot_leave_its_base_keeps_no_space(disk: Disk, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    array = DiskArray(disk, 3000, torch.float32, base=FileSource(path, 0, torch.float32, 3000))
+    with pytest.raises(TierError, match="cannot be opened"):
+        array.write(0, torch.ones(1))
+    assert disk.nbytes == 0
+    path.write_bytes(torch.arange(3000.0).numpy().tobytes())
+    array.write(1, torch.ones(1)).close()
+    assert OnDisk(array).read()[:3].tolist() == [0, 1, 2]
+    assert Forked(disk.close).wait()[0] == 0
+    assert OnDisk(array).read()[-1] == 2999, "a child that ends leaves the file as it is"
 
 
 # Host memory and the device -------------------------------------------------------------------------------------------
