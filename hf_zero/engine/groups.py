@@ -179,18 +179,17 @@ def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSources], is_
 def _check_once(optimizers: Sequence[torch.optim.Optimizer], originals: Sequence[Groups], names: Names) -> None:
     seen: dict[nn.Parameter, int] = {}
     for number, groups in enumerate(originals):
-        for params in groups:
-            for param in params:
-                first = seen.setdefault(param, number)
-                if first != number:
-                    raise LayoutError(
-                        f"{names[param][0]!r} is in two optimizers, number {first} ({type(optimizers[first]).__name__}) and "
-                        f"number {number} ({type(optimizers[number]).__name__}). Each parameter belongs to one"
-                    )
-        flat = [param for params in groups for param in params]
-        if len(set(flat)) < len(flat):
-            twice = next(param for param in flat if flat.count(param) > 1)
-            raise LayoutError(f"{names[twice][0]!r} is in two groups of an optimizer. Each parameter belongs to one")
+        for param in (param for params in groups for param in params):
+            if param not in seen:
+                seen[param] = number
+                continue
+            first, name = seen[param], names[param][0]
+            if first == number:
+                raise LayoutError(f"{name!r} is twice in the groups of an optimizer. Each parameter belongs to one")
+            raise LayoutError(
+                f"{name!r} is in two optimizers, number {first} ({type(optimizers[first]).__name__}) and number {number} "
+                f"({type(optimizers[number]).__name__}). Each parameter belongs to one"
+            )
 
 
 def _check_spans(context: Context, originals: Sequence[Groups], kinds: Sequence[Kind]) -> None:

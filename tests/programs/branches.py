@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.models import mlp
+from tests.models import LanguageModel, mlp
 from tests.oracle import Run, program
 from tests.programs.usual import FP32, trained_on
 
@@ -113,3 +113,15 @@ def rare_parts(run: Run) -> None:
 @program(reference="average", more={"ranks": (1, 2)})
 def rare_parts_of_micro_batches(run: Run) -> None:
     _rare_parts(run, lambda groups: torch.optim.Adam(groups, lr=1e-2, eps=1e-3, amsgrad=True), 2)
+
+
+@program(reference="average", only={"tier": ("cpu", "disk")})
+def other_heads_where_backward_steps(run: Run) -> None:
+    """Some parameters of a unit have a gradient when the backward updates it."""
+    model = run.build(lambda: LanguageModel(heads=3))
+    run.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), step_in_backward=True)
+    for step in range(4):
+        loss = model(run.ids(step), head=step % 2).square().mean()
+        loss.backward()
+        run.see(loss, "loss")
+        run.update()

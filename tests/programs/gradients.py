@@ -253,8 +253,10 @@ def written_inside_no_sync(run: Run) -> None:
     for step in range(4):
         with run.no_sync(model, defer=True):
             run.loss(3 * step).backward()
-            first, *_, last = model.parameters()
+            first, second, *_, last = model.parameters()
             first.grad = first.grad * 0.5
+            if step == 2:
+                second.grad = None
             last.grad.copy_(torch.full_like(last.grad, 0.01 * (run.rank + 1)))
             see_gradients(run, model, "own gradients, written")
             for opt in opts[: 2 if step == 3 else 1] if step else ():

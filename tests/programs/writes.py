@@ -434,3 +434,14 @@ def written_by_its_owner(run: Run) -> None:
         engine.refresh()
     with run.unsharded(model):
         run.see(param, "written parameter")
+
+
+@program(reference="average")
+def transposed_in_place(run: Run) -> None:
+    """Operations that change strides write no element."""
+    model = run.mlp()
+    for step in range(3):
+        with torch.no_grad():
+            for weight in (model[0].weight, model[2].weight):
+                weight.t_()
+        run.step(step)

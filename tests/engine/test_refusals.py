@@ -1,0 +1,164 @@
+"""What the engine refuses at once, by a named error on every rank, and what it does in rare states instead."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero as zero
+from tests.kit.pool import RankPool
+from tests.models import adamw, inputs, mlp, sgd
+
+pytestmark = pytest.mark.gloo
+OFFLOADED = {"offload_optimizer": "cpu", "step_in_backward": True}
+
+
+def start(make: Callable[[nn.Module], Any] = sgd, **settings: Any) -> tuple[Any, Any, zero.Engine]:
+    model = mlp()
+    optimizer = make(model)
+    return model, optimizer, zero.shard(model, optimizer, zero.ZeroConfig(stall_s=15, **settings))
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    return model(inputs(0, 0)).square().mean()
+
+
+def said(act: Callable[[], object], kind: type[zero.ZeroError] = zero.StateError) -> str:
+    with pytest.raises(kind) as error:
+        act()
+    return str(error.value)
+
+
+def parameters_on_meta() -> str:
+    model = mlp()
+    model[2] = nn.Linear(16, 16, device="meta")
+    return said(lambda: zero.shard(model, None), zero.LayoutError)
+
+
+def a_parameter_in_two_groups() -> str:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = sgd(model)
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model[0].bias]})
+        return optimizer
+
+    return said(lambda: start(make), zero.LayoutError)
+
+
+def clipping_in_a_backward() -> str:
+    model, _, engine = start(stage=2)
+    model[0].weight.register_hook(lambda _: engine.clip_grad_norm_(1.0) and None)
+    return said(lambda: loss(model).backward())
+
+
+def whole_weights_in_a_backward() -> str:
+    model, _, _ = start(stage=3)
+    hidden = model(inputs(0, 0))
+    hidden.register_hook(lambda _: zero.unsharded(model).__enter__())
+    return said(lambda: hidden.sum().backward())
+
+
+def a_unit_that_the_backward_has_updated() -> str:
+    model, _, _ = start(stage=3, **OFFLOADED)
+    x = inputs(0, 0).requires_grad_()
+    x.register_hook(lambda _: model[4].weight.norm() and None)
+    return said(lambda: model(x).square().mean().backward())
+
+
+def a_parameter_whose_engine_is_gone() -> str:
+    model, optimizer, engine = start(stage=3)
+    weight = model[0].weight
+    del model, optimizer, engine
+    gc.collect()
+    return said(weight.norm)
+
+
+def state_that_no_checkpoint_holds() -> str:
+    model, optimizer, _ = start(adamw, stage=2)
+    loss(model).backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["extra"] = torch.eye(4).to_sparse()
+    return said(optimizer.state_dict, zero.CheckpointError)
+
+
+def a_gradient_of_another_shape() -> str:
+    model, optimizer, _ = start(stage=2)
+    loss(model).backward()
+    (tensor, *_), other = optimizer.param_groups[0]["params"], torch.ones(2)
+    acts = [lambda p=p: setattr(p, "grad", other) for p in (model[0].weight, tensor)]
+    return " ".join(map(said, [*acts, lambda: setattr(model[0].weight.grad, "data", other)]))
+
+
+def meta_tensors_on_rank_0() -> str:
+    model, _, _ = start(stage=2)
+    meta = {name: value.to("meta") for name, value in model.state_dict().items()}
+    return said(lambda: model.load_state_dict(meta), zero.RankMismatchError)
+
+
+REFUSED: dict[Callable[[], str], str] = {
+    parameters_on_meta: "'2.weight' is on the meta device",
+    a_parameter_in_two_groups: "'0.bias' is twice in the groups",
+    clipping_in_a_backward: "clip_grad_norm_ inside a backward",
+    whole_weights_in_a_backward: "zero.unsharded cannot begin in a backward",
+    a_unit_that_the_backward_has_updated: "Set step_in_backward to False",
+    a_parameter_whose_engine_is_gone: "its engine is gone",
+    state_that_no_checkpoint_holds: "'extra' of '0.weight' is a Tensor (torch.sparse_coo)",
+    a_gradient_of_another_shape: "a gradient of shape (2,) was assigned to '0.weight' of (16, 16)",
+    meta_tensors_on_rank_0: "rank 0's tensors are on the meta device",
+}
+
+
+def all_refused(rank: int, world: int) -> dict[str, str]:
+    return {act.__name__: act() for act in REFUSED}
+
+
+def test_refused_on_every_rank(two: RankPool) -> None:
+    for found in two.run(all_refused):
+        for act, words in REFUSED.items():
+            assert words in found[act.__name__], found[act.__name__]
+
+
+def states_that_are_away(rank: int, world: int) -> list[str]:
+    model, optimizer, engine = start(adamw, stage=3)
+    loss(model).backward()
+    optimizer.step()
+    engine.offload_states()
+    acts = (engine.offload_states, lambda: engine.clip_grad_norm_(1.0), lambda: engine.load("nowhere"))
+    found = [said(act) for act in acts]
+    engine.reload_states()
+    return [*found, said(engine.reload_states)]
+
+
+def test_states_in_host_memory_for_a_while(two: RankPool) -> None:
+    for again, clipped, loaded, back in two.run(states_that_are_away):
+        assert again.startswith("offload_states: states are in host memory already")
+        assert clipped == loaded == "the model's states are in host memory. Call engine.reload_states() first"
+        assert back.startswith("reload_states: no states are in host memory")
+
+
+def offloaded(rank: int, world: int) -> None:
+    model, optimizer, engine = start(adamw, stage=2, offload_optimizer="cpu")
+    loss(model).backward()
+    optimizer.step()
+    tensors = [each for group in optimizer.param_groups for each in group["params"]]
+    norms = torch.stack(torch._foreach_norm(tensors))  # of a list: it waits for the step behind each
+    assert torch.equal(norms, torch.stack([each.norm() for each in tensors]))
+    wanted = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    for copied in (copy.deepcopy(optimizer.state), pickle.loads(pickle.dumps(optimizer.state))):
+        assert all(map(torch.equal, wanted, (state["exp_avg"] for state in copied.values())))
+    engine.detach()
+    model, optimizer, engine = start(stage=2, **OFFLOADED)
+    loss(model).backward()
+    assert engine.clip_grad_norm_(float("inf")).isnan(), "no gradient is left to measure"
+    engine.detach()
+
+
+def test_offloaded_states_are_read_and_copied(two: RankPool) -> None:
+    two.run(offloaded)
