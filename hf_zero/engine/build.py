@@ -124,7 +124,9 @@ def device_of(model: nn.Module, wanted: torch.device | None) -> torch.device:
     for name, param in model.named_parameters():
         found.setdefault(param.device, name)
         if param.device.type == "meta":
-            raise LayoutError(f"parameter {name!r} is on the meta device and has no values. Load or initialise it first")
+            raise LayoutError(
+                f"parameter {name!r} is on the meta device and has no values. Load or initialise it first"
+            )
     if len(found) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in found.items())
         raise LayoutError(f"all parameters must be on one device, found {where}. Move the model first")

@@ -13,7 +13,7 @@ import hf_zero as zero
 from tests.kit.pool import RankPool
 from tests.models import VOCAB, generator, llama
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.wide]
 
 LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 CASES: dict[str, dict[str, Any]] = {
