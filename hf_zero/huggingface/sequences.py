@@ -7,7 +7,9 @@ Evaluation and prediction run on whole samples. In a Trainer, their loaders give
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -55,9 +57,19 @@ class SharesSamples(AcceleratorBase):
         try:
             with replaced([(self.dataloader_config, "dispatch_batches", False)]):
                 prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+            if self.num_processes == 1 and not self.use_seedable_sampler and "generator" in self.rng_types:
+                _draw_alike(prepared)
         finally:
             self._zero_sharing = False
         self._zero_shared_loaders.add(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare as accelerate does. A step takes a batch of each group, so a schedule advances by the number of groups."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self.zero_config.sp_size > 1 and not prepared.split_batches:
+            prepared.split_batches = True  # once for each call of the stock method
+            prepared.step = partial(_step_by_groups, prepared, self.num_processes // self.zero_config.sp_size)
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -86,6 +98,26 @@ class SharesSamples(AcceleratorBase):
 
         with replaced([(self, "gather", gather)]):
             return super().gather_for_metrics(input_data)
+
+
+def _draw_alike(loader: Any) -> None:
+    """Let all ranks draw rank 0's order of samples. accelerate does so for several groups; one is one process to it."""
+    sampler = loader.get_sampler()
+    if not hasattr(sampler, "generator"):
+        return
+    if sampler.generator is None:
+        sampler.generator = torch.Generator("cpu")
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
+    kinds = [*dict.fromkeys([*(loader.rng_types or ()), "generator"])]
+    vars(loader).update(rng_types=kinds, synchronized_generator=sampler.generator)
+
+
+def _step_by_groups(stock: Any, groups: int, *args: Any, **kwargs: Any) -> None:
+    """Step as accelerate's scheduler does, with a number of groups in place of ranks."""
+    schedule, is_whole = stock.scheduler, stock.step_with_optimizer and stock.gradient_state.sync_gradients
+    for _ in range(groups if is_whole else 1):
+        if not is_whole or schedule._step_count <= getattr(schedule, "total_steps", math.inf):
+            type(stock).step(stock, *args, **kwargs)
 
 
 def _every(data: Any, size: int, ranks: int) -> Any:

@@ -110,7 +110,9 @@ def looped(rank: int, world: int, size: int, even: bool) -> dict[str, Any]:
     model: Any = llama()
     train: Any = DataLoader(rows(8, 1, even=even), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     test: Any = DataLoader(rows(7, 2, even=True), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
-    model, optimizer, train, test = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), train, test)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    model, optimizer, train, test, schedule = accelerator.prepare(model, optimizer, train, test, schedule)
     losses = []
     for batch in train:
         with accelerator.accumulate(model):
@@ -118,6 +120,7 @@ def looped(rank: int, world: int, size: int, even: bool) -> dict[str, Any]:
             accelerator.backward(loss)
             losses.append(loss.detach())
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
     model.eval()
     words, firsts = [], []
@@ -127,16 +130,24 @@ def looped(rank: int, world: int, size: int, even: bool) -> dict[str, Any]:
             logits = model(**batch).logits
         last = logits[torch.arange(len(logits)), batch["attention_mask"].sum(1) - 1]
         words.append(accelerator.gather_for_metrics(last.argmax(-1)))
-    return {"loss": torch.stack(losses), "words": torch.cat(words), "firsts": torch.cat(firsts)}
+    torch.manual_seed(rank)
+    mixed: Any = accelerator.prepare(DataLoader(torch.arange(16), batch_size=2, shuffle=True))
+    return {
+        "loss": torch.stack(losses), "words": torch.cat(words), "firsts": torch.cat(firsts),
+        "rate": schedule.get_last_lr(), "order": torch.cat([*mixed, *mixed]).tolist(),
+    }  # fmt: skip
 
 
 def test_an_accelerate_loop(pools: dict[int, RankPool]) -> None:
     """Of batches with different numbers of tokens, two groups weigh each token alike, and one process each batch."""
     for world, even in ((2, False), (4, True)):
         (wanted,) = pools[1].run(looped, 1, even)
-        for found in pools[world].run(looped, 2, even):
+        everyone = pools[world].run(looped, 2, even)
+        for rank, found in enumerate(everyone):
+            assert found["order"] == everyone[rank - rank % 2]["order"], "of ranks that share samples"
             for name in ("words", "firsts"):
                 assert found[name].tolist() == wanted[name].tolist()
+            assert found["rate"] == [0.5 / (1 + world // 2)], "of a schedule over a batch of each group"
             loss = wanted["loss"].view(len(found["loss"]), -1).mean(1)
             torch.testing.assert_close(found["loss"], loss, rtol=2e-5, atol=0)
 
