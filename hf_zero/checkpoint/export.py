@@ -31,7 +31,7 @@ from ..tiers.array import FileSource, OnDisk
 from ..version import __version__
 from .cards import CARD, card_for, is_generated, is_unfilled, read_card, sealed
 from .files import inside, naming, read_json
-from .folder import Progress, Staging, counting, verify
+from .folder import SUFFIX, Progress, Staging, counting, verify
 from .hub import Hub
 from .kinds import stale_weights
 from .manifest import MANIFEST
@@ -277,7 +277,7 @@ def _check_target(target: Path, folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"the output {target} is a file, expected a folder. Choose another output")
     if overwrite:
         return
-    if any(target.iterdir()):
+    if not all(path.name.startswith(SUFFIX) for path in target.iterdir()):  # of an export that was killed
         raise ConfigError(f"the output {target} is not empty. Choose another, or overwrite=True")
 
 

@@ -9,7 +9,8 @@ that are not safetensors, state dicts and quantized models take the stock path, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
     stock = PreTrainedModel._load_pretrained_model
     finalize = PreTrainedModel._finalize_model_loading
     stock_initialize = PreTrainedModel._initialize_missing_keys
+    stock_move: Any = PreTrainedModel._move_missing_keys_from_meta_to_device  # annotated for a list, called with a set
     signature = inspect.signature(stock)
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -58,6 +60,9 @@ def reading(init: Init) -> AbstractContextManager[object]:
             answer = stock(*args, **kwargs)
         init.align_random_states()  # missing weights are drawn next
         return answer
+
+    def move(model: Any, missing_keys: Iterable[str], *args: Any, **kwargs: Any) -> None:
+        stock_move(model, _InOrder(missing_keys), *args, **kwargs)
 
     def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
         missing = {
@@ -83,8 +88,19 @@ def reading(init: Init) -> AbstractContextManager[object]:
             (PreTrainedModel, "_load_pretrained_model", staticmethod(load)),
             (PreTrainedModel, "_finalize_model_loading", staticmethod(finish)),
             (PreTrainedModel, "_initialize_missing_keys", initialize),
+            (PreTrainedModel, "_move_missing_keys_from_meta_to_device", move),
         ]
     )
+
+
+class _InOrder(set[str]):
+    """Names in one order: that of a set is another one in each process, and all ranks register the same parameters."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
+
+    def __sub__(self, others: AbstractSet[Any]) -> _InOrder:
+        return _InOrder(super().__sub__(set(others)))
 
 
 def _check_drawn(wire: Wire, model: Any, missing: Mapping[str, nn.Parameter]) -> None:

@@ -289,8 +289,9 @@ def test_quantised_weights(tmp_path: Path) -> None:
 def test_outputs_that_are_not_replaced(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source")
     out = tmp_path / "out"
-    out.mkdir()
-    zero.export(source, out)  # empty
+    (out / ".zero_saving-x").mkdir(parents=True)
+    zero.export(source, out)  # empty, but for what an export that was killed has left
+    assert not (out / ".zero_saving-x").exists()
     (out / "notes.txt").write_text("mine")
     with pytest.raises(zero.ConfigError, match="is not empty.*overwrite=True"):
         zero.export(source, out)
