@@ -200,9 +200,7 @@ class Deferred:
             if keep or self.own is None:
                 part = whole.reshape(-1)[self._mine(whole.numel())]
                 self._keep(whole, part if self.wire.size == 1 else part.clone())
-                self._strides = (
-                    None if whole.is_contiguous() else tuple(torch.empty_like(whole, device="meta").stride())
-                )
+                self._strides = _kept_strides(whole)
                 self.device = whole.device
             self.is_open = False
             shape, dtype = (whole.shape, whole.dtype) if keep or self._kind is None else self._kind
@@ -284,6 +282,8 @@ class Deferred:
         made = Deferred(self.wire, own, device=self.device, files=files, store=self._store)
         made._may_fail = self._may_fail
         made.label, made.is_used, made.print = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.print
+        with _plain():
+            made._strides = _kept_strides(param.data) if self.is_open else self._strides
         return closed(made, param.shape, param.dtype, param.requires_grad)
 
     # As a source of an engine -----------------------------------------------------------------------------------------
@@ -314,6 +314,11 @@ def closed(deferred: Deferred, shape: Sequence[int], dtype: torch.dtype, require
         show_closed(param, shape, dtype, deferred.device)
     set_source(param, deferred)
     return param
+
+
+def _kept_strides(whole: Tensor) -> tuple[int, ...] | None:
+    """Return the strides that copies of a tensor have; None if it is row-major."""
+    return None if whole.is_contiguous() else tuple(torch.empty_like(whole, device="meta").stride())
 
 
 def _holders(tensor: Tensor) -> int:

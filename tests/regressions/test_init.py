@@ -59,6 +59,8 @@ class Odd(nn.Module):
             self.copies = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)  # deep copies of a layer
         self.embed = nn.Embedding(10, 6, padding_idx=0)
         nn.init.normal_(self.turned)
+        self.copied = copy.deepcopy(nn.ParameterList([self.turned]))
+        nn.init.normal_(self.copied[0])  # in memory order, too
         with torch.no_grad():
             self.first.weight.data.mul_(self.embed.weight.mean())
             view = self.first.bias[1:3]
