@@ -52,6 +52,7 @@ from .deferred_parameter import (
 Pair = tuple[nn.Parameter, Deferred]
 _FROM_PRETRAINED = Late("transformers", "huggingface.from_pretrained", "reading")
 
+_REGISTER = nn.Module.register_parameter
 _TRIM_BYTES = 16 << 20
 """Most that closed parameters may leave in the allocator before it must give it back."""
 _malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
@@ -199,6 +200,8 @@ class Init:
             return
         with torch._C.DisableTorchFunction():
             self._seen[module] = True
+            if nn.Module.register_parameter is not _REGISTER:
+                return  # `init_empty_weights` of accelerate and PEFT makes a meta parameter of it
             label = f"{type(module).__name__}.{name}"
             if param is None or not _can_be_deferred(param):
                 known = None if param is None else deferred_of(param)

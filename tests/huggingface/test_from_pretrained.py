@@ -328,6 +328,11 @@ def check_adapters(rank: int, world: int, root: str) -> list[Any]:
             transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama"), f"{root}/adapter"
         )
         injected = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/adapter")
+        empty = PeftModel.from_pretrained(  # on the meta device at first
+            transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama"),
+            f"{root}/adapter",
+            low_cpu_mem_usage=True,
+        )
     torch.manual_seed(3)
     base = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama")
     stock = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
@@ -335,7 +340,7 @@ def check_adapters(rank: int, world: int, root: str) -> list[Any]:
         transformers.AutoModelForCausalLM.from_pretrained(f"{root}/llama"), f"{root}/adapter"
     )
     third = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/adapter")
-    return [differences(fresh, stock), differences(again, other), differences(injected, third)]
+    return [differences(*pair) for pair in ((fresh, stock), (again, other), (injected, third), (empty, other))]
 
 
 def test_adapters(folders: Path, pools: dict[int, RankPool]) -> None:
@@ -344,7 +349,7 @@ def test_adapters(folders: Path, pools: dict[int, RankPool]) -> None:
     base = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama")
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(folders / "adapter")
-    assert pools[2].run(check_adapters, str(folders)) == [[[], [], []]] * 2
+    assert pools[2].run(check_adapters, str(folders)) == [[[]] * 4] * 2
 
 
 def check_truncated(rank: int, world: int, root: str) -> str:
