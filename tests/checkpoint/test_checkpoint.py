@@ -205,6 +205,8 @@ def objects(rank: int, world: int, folder: Path) -> None:
     for state in ({"x": object()}, {"y": [{"z": open}]}):
         with pytest.raises(zero.CheckpointError, match=r"bad\.[xy]"):
             engine.save(folder, objects={"bad": Odd(state)})
+    with pytest.raises(zero.ConfigError, match=r"objects\['own'\] is the engine's optimizer.*leave it out"):
+        engine.save(folder, objects={"own": optimizer})
     engine.load(folder, objects={"odd": found})
     assert not [*folder.parent.glob(".*"), *folder.glob(".*")]
 
