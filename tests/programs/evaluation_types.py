@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.models import adamw
 from tests.oracle import AUTOCAST, Run, program
@@ -22,8 +22,21 @@ BF16 = torch.bfloat16
 X = torch.ones(2, 6)
 
 
+class Scale(nn.Module):
+    """Its result has the type of its buffer where that is wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.full((3,), 1.003), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.by
+
+
 def normed() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3))
+    return nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3), Scale())
 
 
 def train(run: Run, step: int) -> None:
