@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.engine import Engine
-from ..engine.graph import backward_id, tensors_in
+from ..engine.graph import backward_id, storage_of, tensors_in
 from ..engine.observer import Observer
 from ..engine.parameter import place_of
 from ..engine.tape import Calls
@@ -176,10 +176,9 @@ def _shown_by(view: Tensor, unit: Unit) -> tuple[nn.Parameter, int] | None:
 
 def _is_view(tensor: Tensor, unit: Unit) -> bool:
     """Return whether a tensor that is none of the unit's parameters has its memory."""
-    try:
-        memory = tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse tensors, and tensors inside functional transforms
+    memory = storage_of(tensor)
+    if not memory:  # maybe: inside functional transforms tensors do not say
         return True
-    return any(memory == span.full.untyped_storage()._cdata for span in unit.spans) and not any(
+    return memory in map(storage_of, (span.full for span in unit.spans)) and not any(
         tensor is param for param in unit.params
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.engine import Engine
-from ..engine.graph import GONE, backward_id
+from ..engine.graph import GONE, backward_id, storage_of
 from ..engine.observer import Observer
 from ..engine.span import Span
 from ..engine.unit import Unit
@@ -99,7 +99,7 @@ class SavedTensors(Observer):
         usual = self._usual.setdefault(id(span), {})
         if not self._hooked.get(index):
             return usual.get(point) == views
-        saved = self._saved.get(_memory(span.full), ())
+        saved = self._saved.get(storage_of(span.full), ())
         if views > len(saved):
             return False
         held = [reference() for reference in [*saved]]
@@ -131,7 +131,7 @@ class SavedTensors(Observer):
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # it recomputes what is saved, by forwards that have hooks on their outputs
         for span in unit.spans:
-            memory = _memory(span.full)
+            memory = storage_of(span.full)
             self._spans[memory] = weakref.ref(span)
             self._saved.setdefault(memory, set())
         pack, unpack = (self._pack, self._unpack) if outer is None else self._around(*outer)
@@ -139,7 +139,7 @@ class SavedTensors(Observer):
         return pack
 
     def _pack(self, tensor: Tensor) -> Saved:
-        memory = _memory(tensor)
+        memory = storage_of(tensor)
         span = self._span_of(memory)
         if span is None:
             return Saved(tensor, None)
@@ -153,7 +153,7 @@ class SavedTensors(Observer):
         reference = self._spans.get(memory)
         span = None if reference is None else reference()
         # A span may have left its storage, whose address then belongs to any other.
-        return None if span is None or _memory(span.full) != memory else span
+        return None if span is None or storage_of(span.full) != memory else span
 
     def _unpack(self, saved: Saved) -> Tensor:
         unit = None
@@ -177,7 +177,7 @@ class SavedTensors(Observer):
         """Pass all tensors but those in a unit's memory to user code's hooks (`save_on_cpu`)."""
 
         def packed(tensor: Tensor) -> Any:
-            return self._pack(tensor) if self._span_of(_memory(tensor)) is not None else (pack(tensor),)
+            return self._pack(tensor) if self._span_of(storage_of(tensor)) is not None else (pack(tensor),)
 
         def unpacked(saved: Any) -> Tensor:
             return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
@@ -189,14 +189,3 @@ def _is_left(pack: Pack) -> bool:
     """Return whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
     owner = getattr(pack, "__self__", None)
     return isinstance(owner, SavedTensors) and owner._schedule() is None
-
-
-def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; of its elements' for a sparse tensor; 0 for a tensor without."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:
-        if tensor.layout is torch.sparse_coo:
-            return tensor._values().untyped_storage()._cdata
-        is_compressed = tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-        return tensor.values().untyped_storage()._cdata if is_compressed else 0

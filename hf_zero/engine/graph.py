@@ -114,6 +114,17 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; of its elements' for a sparse tensor; 0 for a tensor without."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        if tensor.layout is torch.sparse_coo:
+            return tensor._values().untyped_storage()._cdata
+        is_compressed = tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+        return tensor.values().untyped_storage()._cdata if is_compressed else 0
+
+
 # Torch's own functions: a step calls them for every unit, some of them several times.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next autograd node of this thread gets. Nodes run in backward in descending order of it."""

@@ -163,3 +163,32 @@ def fisher_ewc(run: Run) -> None:
         run.step(t)
     old = {n: p.detach().clone() for n, p in model.named_parameters()}
     run.loop(lambda t: run.loss(t) + sum((((p - old[n]) ** 2).sum() for n, p in model.named_parameters())))
+
+
+class SparseInside(nn.Module):
+    """Saves sparse tensors for the backward: of constants, and of a weight's own elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.pattern = torch.eye(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.sparse_csr_tensor(*_rows(16), torch.ones(16), (16, 16))
+        return torch.sparse.mm(chosen, self.a(x)).tanh() @ torch.sparse.mm(self.pattern.to_sparse(), self.b.weight)
+
+
+def _rows(count: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(count + 1), torch.arange(count).flip(0)
+
+
+@program(reference="average", only=FP32, tells=lambda row: row.stage == 3)
+def sparse(run: Run) -> None:
+    """Sparse copies of weights between steps, sparse tensors in a graph."""
+    model = run.trained_model(SparseInside)
+    for step in range(3):
+        model(run.inputs(step, 16, 16)).square().mean().backward()
+        run.update()
+        with torch.no_grad():
+            for name, copied in (("coo", model.a.weight.to_sparse()), ("csr", model.b.weight.to_sparse_csr())):
+                run.see(copied.to_dense(), name)
