@@ -32,7 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..checkpoint.cards import adding_to_card
 from ..checkpoint.files import Field
-from ..checkpoint.manifest import MANIFEST, check_sizes
+from ..checkpoint.manifest import MANIFEST, check_segments, check_sizes
 from ..checkpoint.objects import load_state
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
 from ..checkpoint.series import CheckpointSeries
@@ -171,7 +171,10 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
             ours = is_ours_everywhere(wire, folder)
             with on_all_ranks(wire, f"resuming from {folder}"):
                 if ours:
-                    check_sizes(folder)
+                    listed = check_sizes(folder).files
+                    # The stock code reads this file first; all others are checked when they are loaded.
+                    for name in {TRAINER_STATE_NAME} & listed.keys():
+                        check_segments(folder / name, listed[name].segments)
             if folder.is_dir() and not ours and wire.rank == 0:
                 warnings.warn(
                     f"{folder} has no {MANIFEST}: it is of plain data parallel, and its bytes cannot be verified",

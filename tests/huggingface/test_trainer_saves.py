@@ -125,6 +125,12 @@ def damaged() -> None:
     for message in warned:
         assert "checkpoint-4. Passed over: checkpoint-8:" in message
         assert "exp_avg.safetensors is damaged" in message
+    state = Path(name, "checkpoint-4", "trainer_state.json")
+    if RANK == 0:
+        state.write_bytes(b"x" + state.read_bytes()[1:])
+    barrier()
+    again = partial(trainer(name, 3).train, resume_from_checkpoint=str(state.parent))
+    assert_refused(again, f"{state} is damaged", kind="CheckpointError")
 
 
 class Damages(TrainerCallback):
