@@ -353,6 +353,12 @@ def test_an_adapter_of_a_known_model(tmp_path: Path, capsys: pytest.CaptureFixtu
         folder = adapter(tmp_path / name.replace("/", "-"), base_model_name_or_path=name)
         assert main(["plan", str(folder), "--zero-stage", "2", "--world-size", "2", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["parameters"] > least
+    folder = adapter(tmp_path / "beside", base_model_name_or_path="gpt2")
+    (folder / "gpt2").mkdir()
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "architectures": ["GPT2LMHeadModel"]}
+    (folder / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    assert main(["plan", str(folder), "--zero-stage", "2", "--world-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] < 10**5, "a folder in the adapter's goes before a name"
 
 
 @pytest.mark.parametrize(

@@ -337,9 +337,9 @@ def test_a_typo_is_found(
 
 def test_the_number_of_replicas_follows_from_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, MICS, "ds")
-    content = "distributed_type: DEEPSPEED\nnum_processes: 16\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    content = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
     status, values = found(capsys, written(tmp_path, content))
-    assert (status, values["settings"]) == (0, {"stage": 3, "replicas": 4})
+    assert (status, values["settings"]) == (0, {"stage": 3, "replicas": 2})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -15,6 +16,8 @@ import torch
 import hf_zero as zero
 from hf_zero.cli import report as cli_report
 from hf_zero.cli.main import main
+from hf_zero.cli.report_page import charts_of
+from hf_zero.plan.report import RoadRow, TierRow, end, start
 from tests.cli.test_hostile_input import refused
 from tests.kit.common import batch, gpt2, optimizer_for
 
@@ -108,6 +111,29 @@ def test_text_of_a_report(recorded: tuple[Path, zero.Report]) -> None:
         if row.kind == "all":
             assert row.measured == sum(other.measured for other in same)
             assert row.predicted == sum(other.predicted for other in same)
+
+
+def test_lines_before_and_after_training(recorded: tuple[Path, zero.Report]) -> None:
+    """By hand: what fits, what was taken against the plan, what was waited for."""
+    mib = 1 << 20
+    roads = (
+        RoadRow("gather", mib, None, 0.1),
+        RoadRow("reduce", 2 * mib, None, 0.3),
+        RoadRow("up", 4 * mib, None, 0.0),
+    )
+    row = TierRow("device", "all", 0, 0, 100 * mib, 150 * mib)
+    report = dataclasses.replace(recorded[1], tiers=(row,), roads=roads, step_s=2.0, predicted_step_s=0.25)
+    text = str(report)
+    assert re.search(r"^reduce +2\.0 +300\.0$", text, re.M)
+    assert "2,000.0 ms each (predicted 250.0 ms)" in text
+    for limit, words in ((50, "50.00 MiB budget, 200.0% DOES NOT FIT"), (200, "200.00 MiB budget, 50.0%")):
+        begun = start(report, "Model", {"device": (limit * mib, "budget")}, {}, 80).splitlines()
+        assert begun[-1].split(maxsplit=1) == ["device", f"100.00 MiB of {words}"]
+        assert "  sent      3.00 MiB per step and rank" in begun
+    ended = end(report, 3, 3723.4, (0.0, 1234.5), None, None, 80)
+    assert "3 steps in 1 h 02 min, 2 s each (median), 1,234 tokens/s" in ended
+    assert "150.00 MiB counted at peak, planned 100.00 MiB (+50.0%)" in ended
+    assert "20% of a step, most for reduce (15%)" in ended
 
 
 def test_json(recorded: tuple[Path, zero.Report], capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,6 +343,30 @@ def test_throughput(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: 
     write(tmp_path, [{**facts, "world_size": 4, "rank": 1}, *steps], "zero_steps.rank1.jsonl")
     rate = shown(tmp_path, capsys)["throughput"]
     assert rate == {"is_estimate": True, "samples_per_s": 2.0 * rows, "tokens_per_s": 2.0 * rows * columns}
+    assert {*speed_in(tmp_path)["y"]} == {2.0 * rows * columns}
+    (tmp_path / "zero_steps.rank1.jsonl").unlink()
+    drawn = speed_in(write(tmp_path, [facts, *({**steps[0], "step": step} for step in range(1, 3201))]))["x"]
+    assert drawn == [*range(1, 3201, 3)], "every third, to the end"
+
+
+def speed_in(folder: Path) -> dict[str, Any]:
+    runs = cli_report.read_all(folder)
+    charts = {chart["name"]: chart for chart in charts_of(runs, cli_report.summary(runs))}
+    found: dict[str, Any] = charts["speed"]["lines"][0]
+    return found
+
+
+def test_parts_of_a_usual_step(
+    recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is neither waited nor between steps is computing. A step of more micro-batches than others is not usual."""
+    facts, first, second, *_ = lines(recorded[0])
+    waits = {**dict.fromkeys(second["wait_s"], 0.0), "read": 0.25}
+    usual = {**second, "seconds": 1.0, "between_s": 0.5, "wait_s": waits}
+    longer = {**usual, "forwards": usual["forwards"] + 1, "seconds": 9.0}
+    (rank,) = shown(write(tmp_path, [facts, first, usual, longer]), capsys)["ranks"]
+    assert rank["step_s"] == 1.0
+    assert {part: s for part, s in rank["parts_s"].items() if s} == {"compute": 0.25, "read": 0.25, "between": 0.5}
 
 
 def test_hostile_names_and_losses(

@@ -197,6 +197,12 @@ def test_frozen_spans_have_no_state():
     assert made.traffic["down"] == made.traffic["reduce"] == 0
 
 
+def test_what_no_optimizer_has_needs_no_wider_master():
+    drafter = Drafter(nn.Linear(4, 4).bfloat16(), BF16)
+    for held, master in (({}, "bfloat16"), (dict.fromkeys(drafter.names, 0), "float32")):
+        assert {spec.master_dtype for unit in drafter.specs(held) for spec in unit} == {master}
+
+
 def test_every_offload_covers_every_element():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=64, n_head=2, vocab_size=997))
     for p in model.transformer.h[0].parameters():
@@ -208,6 +214,14 @@ def test_every_offload_covers_every_element():
                 made = make(layout, ranks, precision=precision, offload_optimizer=optimizer, offload_params=params)
                 assert [each.optimizer is not None for each in made.placements] == [s.trainable for s in layout.spans]
                 json.dumps(made.to_dict())
+
+
+def test_auto_fills_the_host_before_the_disk():
+    made = make(blocks(24, 1 << 20, 1), 1, Machine(disk_free=1 << 40), offload_optimizer="auto", offload_params="auto",
+                device_memory="24MiB", host_memory="120MiB")  # fmt: skip
+    assert made.fits
+    assert {placement.parameters for placement in made.placements} == {DEVICE, HOST, DISK}
+    assert made.memory.at_peak(HOST) > 110 << 20
 
 
 # Time and activations -----------------------------------------------------------------------------------------------
@@ -234,6 +248,8 @@ def test_time_is_the_busiest_resource_of_each_phase():
         step_in_backward=True,
     )
     assert together.step.seconds == pytest.approx(max(passes, step))
+    whole = make(layout, 2, Machine(**speeds), stage=2).parts
+    assert (whole["after gather"], "passes gather" in whole) == (4 * n * 4 / 1e6, False), "training waits for it"
     cpu = Machine(**speeds, flops={"float32": 1e9}, shares_memory=True)
     alone = make(layout, 2, cpu, offload_optimizer="cpu", batch=batch)
     assert alone.step.seconds == pytest.approx(sum(alone.parts.values()))  # one processor does it all
@@ -341,4 +357,5 @@ def test_settings_that_cannot_work_are_refused():
 def test_a_budget_that_a_fixed_placement_misses_is_said_not_raised():
     made = make(blocks(4, 1 << 20, 1), 1, device_memory="1MiB")
     assert not made.fits
-    assert "device_memory is short of" in made.shortfall
+    room = made.memory.at_peak(DEVICE) - (1 << 20) - 1
+    assert "is short of 1.01 MiB" in make(blocks(4, 1 << 20, 1), 1, device_memory=room).shortfall

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_zero.cli.models import build, look_up
+from hf_zero.cli.models import build, count_of, look_up
 from hf_zero.core.precision import Precision
 from hf_zero.plan.shapes import CONFIGS, NAMES, PUBLISHED, Architecture, built_in, of_size
 
@@ -70,3 +71,18 @@ def test_names_lead_to_their_own_sizes() -> None:
         assert found is not None
         expected = PUBLISHED.get(name) or CONFIGS.get(name)
         assert expected is None or found in (expected, CONFIGS.get(name)), name
+
+
+def test_numbers_of_parameters() -> None:
+    for text, count in (("1.3B", 1_300_000_000), ("7b", 7 * 10**9), ("350M", 350 * 10**6), ("1_500,000", 1_500_000)):
+        assert count_of(text) == count
+    assert count_of("7Q") is count_of("0") is None
+
+
+def test_sizes_of_configurations() -> None:
+    """Of the text in a model of images and text; gated where a parameter says so; four times as wide where nothing does."""
+    text = SimpleNamespace(d_model=8, num_layers=3, num_heads=2, vocab_size=10)
+    assert Architecture.of(SimpleNamespace(text_config=text, hidden_size=99)) == Architecture(8, 3, 2, 32, 10)
+    for name, is_gated in (("mlp.gate_proj.weight", True), ("mlp.gate_up_proj", True), ("mlp.up_proj.weight", False)):
+        assert Architecture.of(text, [name]).is_gated is is_gated
+    assert Architecture.of(SimpleNamespace(hidden_size=8)) is None
