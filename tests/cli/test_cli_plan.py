@@ -150,6 +150,14 @@ def test_what_is_suggested_fits(model, more, capsys):
     assert values["peak_bytes"]["device"] <= 24 << 30
 
 
+def test_rows_that_do_not_fit_together_are_taken_one_by_one(capsys):
+    memory = ["--sequence", "1024", "--device-memory", "4GiB", "--host-memory", "100GiB"]
+    out = run(capsys, "plan", "gpt2-124m", "--batch", "32", "--accumulation", "2", *memory)
+    assert "one sequence at a time" in " ".join(out.split())
+    _, arguments = suggested(out)
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (1, 64)
+
+
 def test_each_size_of_gpu_has_settings(capsys):
     out = run(capsys, "plan", "7B")
     assert "bf16, 8 ranks, batch 1 of 2,048 tokens per rank" in " ".join(out.split())

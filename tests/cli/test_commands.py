@@ -18,12 +18,14 @@ from safetensors.torch import save_file
 
 from hf_zero.cli import USAGE, WRONG
 from hf_zero.cli.main import app, main
+from hf_zero.cli.show import as_command, short_size
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("plan", "probe", "simulate", "verify", "export", "report", "migrate", "doctor")
 LIGHT = """
 import sys, time
 from hf_zero.cli.main import app, main
+from hf_zero.cli.show import as_command, short_size
 status = main(sys.argv[1:])
 heavy = [name for name in ("torch", "numpy", "rich", "transformers", "accelerate", "scipy") if name in sys.modules]
 print("LOADED", status, time.process_time(), *heavy)
@@ -145,3 +147,13 @@ def test_a_verification_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert values["whole"]
     assert values["files"] > 1
     assert values["facts"]["world_size"] >= 1
+
+
+def test_sizes_and_commands_that_are_shown() -> None:
+    sizes = (1.234, 12.34, 123.4, 0)
+    assert [short_size(size * 2**30) for size in sizes] == ["1.23 GiB", "12.3 GiB", "123 GiB", "0"]
+    for ranks, launched in ((None, "RANKS"), (4, "4"), (12, "12"), (8, "8")):
+        assert as_command(ranks, {}, {}) == f"torchrun --nproc-per-node {launched} train.py --output-dir out"
+    assert as_command(24, {"stage": 3}, {"bf16": True, "fp16": False}) == (
+        "torchrun --nnodes 3 --nproc-per-node 8 train.py --output-dir out --zero-stage 3 --bf16"
+    )
