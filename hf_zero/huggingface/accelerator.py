@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
@@ -190,17 +190,18 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
     ) -> Tensor | None:
         """Clip by the norm over all ranks; return it as a 0-dim tensor."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        engine = self._zero_engine_to_clip(params)
-        if engine is None:
-            return super().clip_grad_norm_(params, max_norm, norm_type)
+        engine, stock = self._zero_engine_to_clip(params), cast(Any, super().clip_grad_norm_)
+        # A subclass's own method ends in torch's function, for which `compat/gradients.py` has the gradients.
+        if engine is None or stock.__func__ is not Accelerator.clip_grad_norm_:
+            return stock(params, max_norm, norm_type)
         self.unscale_gradients()
         return engine.clip_grad_norm_(max_norm, norm_type=norm_type, parameters=params)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        engine = self._zero_engine_to_clip(params)
-        if engine is None:
-            return super().clip_grad_value_(params, clip_value)
+        engine, stock = self._zero_engine_to_clip(params), cast(Any, super().clip_grad_value_)
+        if engine is None or stock.__func__ is not Accelerator.clip_grad_value_:
+            return stock(params, clip_value)
         self.unscale_gradients()
         return engine.clip_grad_value_(clip_value, parameters=params)
 

@@ -46,12 +46,28 @@ class OwnAccelerator(Accelerator):
     def shout(self) -> str:
         return "mine"
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        return super().clip_grad_norm_(parameters, max_norm / 2, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        super().clip_grad_value_(parameters, clip_value / 2)
+
 
 def test_plugin_turns_a_subclass() -> None:
     accelerator = OwnAccelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
     assert type(accelerator).__name__ == "ZeroOwnAccelerator"
     assert isinstance(accelerator, OwnAccelerator)
     assert accelerator.shout() == "mine"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_subclass_clips_in_its_own_way(stage: int) -> None:
+    accelerator = OwnAccelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage))
+    model = accelerator.prepare(nn.Linear(4, 4, bias=False))
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    accelerator.clip_grad_value_(model.parameters(), 1.0)
+    norms = [float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) for _ in range(2)]
+    assert norms == pytest.approx([2.0, 0.5])
 
 
 @pytest.mark.parametrize("argument", ["zero_plugin", "parallelism_config"])
