@@ -16,7 +16,7 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -378,13 +378,22 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         # In `train` the stock code loads weights before `accelerator.prepare`, and always calls `_load_optimizer_and_scheduler`
         # after it: weights are loaded there, into slices. Here, every rank would load all of them.
         if self._zero_resuming:
-            return None
+            return self._zero_instead("_load_from_checkpoint", lambda *_, **__: None, resume_from_checkpoint, model)
         if self._zero_engine() is None:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         engine = self._zero_engine()
         if engine is None:  # this stage evaluates without an engine
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        return engine.load(resume_from_checkpoint, load_optimizer=False)
+        load = partial(engine.load, resume_from_checkpoint, load_optimizer=False)
+        return self._zero_instead("_load_from_checkpoint", lambda *_, **__: load(), resume_from_checkpoint, model)
+
+    def _zero_instead(self, name: str, ours: Callable[..., Any], *args: Any) -> Any:
+        """Call a subclass's own method, which finds `ours` in place of the stock one; `ours` itself where it has none."""
+        own = getattr(super(), name)
+        if own.__func__ is getattr(Trainer, name):
+            return ours(*args)
+        with replaced([(Trainer, name, lambda _, *given, **named: ours(*given, **named))]):
+            return own(*args)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -394,6 +403,10 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
             if is_ours(checkpoint):
                 super()._load_from_checkpoint(checkpoint)
             return super()._load_optimizer_and_scheduler(checkpoint)
+        load = partial(self._zero_load, engine, Trainer._load_optimizer_and_scheduler)
+        return self._zero_instead("_load_optimizer_and_scheduler", load, checkpoint)
+
+    def _zero_load(self, engine: Engine, stock: Callable[..., Any], checkpoint: str) -> None:
         self._zero_wait_for_save()
         ours = is_ours_everywhere(engine.wire, checkpoint)
         bound = engine.optimizer is bare_optimizer(self.optimizer)
@@ -405,7 +418,8 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
             # Memory-mapped; the stock Trainer would copy the full state to every device.
             self.optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
         if not bound:
-            return super()._load_optimizer_and_scheduler(checkpoint)
+            stock(self, checkpoint)
+            return None
         if engine.rank == 0 and self._zero_resuming:
             what = "" if loaded else ", its weights only"
             show(f"hf_zero: resumed from {Path(checkpoint).name}{what} ({checkpoint})", sys.stderr)
@@ -429,7 +443,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         engine, best = self._zero_engine(), self.state.best_model_checkpoint
         if engine is None or best is None or not is_ours_everywhere(engine.wire, best):
             return super()._load_best_model()
-        return engine.load(best, load_optimizer=False)
+        return self._zero_instead("_load_best_model", partial(engine.load, best, load_optimizer=False))
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

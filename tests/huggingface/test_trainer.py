@@ -165,6 +165,43 @@ def test_a_checkpoint_without_optimizer_state_is_warned_of(tmp_path: Path) -> No
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+class OwnLoads(Trainer):
+    """Reads more from a checkpoint than the stock Trainer, as TRL's GRPO does."""
+
+    read: tuple[str, ...] = ()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model=model)
+        self.read += ("weights",)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.read += () if checkpoint is None else ("optimizer",)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.read += ("best",)
+
+
+def test_methods_of_a_subclass_that_load_are_called(tmp_path: Path) -> None:
+    steps = {
+        "zero_stage": 3,
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    first, again = (
+        OwnLoads(gpt2(seed), small(tmp_path, **steps), train_dataset=Tokens(), eval_dataset=Tokens(rows=4))
+        for seed in (0, 5)
+    )
+    first.train()
+    after = {name: value.clone() for name, value in first.model.state_dict().items()}
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert (first.read, again.read) == (("best",), ("weights", "optimizer", "best"))
+    assert distance(dict(again.model.state_dict()), after) == 0.0
+
+
 def test_a_finished_run_that_is_resumed_takes_no_step(tmp_path: Path) -> None:
     """In the middle of an epoch, where the stock Trainer takes one: a job that starts again by itself would drift."""
     for resume in (None, True):
