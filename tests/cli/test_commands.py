@@ -25,7 +25,6 @@ COMMANDS = ("plan", "probe", "simulate", "verify", "export", "report", "migrate"
 LIGHT = """
 import sys, time
 from hf_zero.cli.main import app, main
-from hf_zero.cli.show import as_command, short_size
 status = main(sys.argv[1:])
 heavy = [name for name in ("torch", "numpy", "rich", "transformers", "accelerate", "scipy") if name in sys.modules]
 print("LOADED", status, time.process_time(), *heavy)
