@@ -17,7 +17,6 @@ from ..optimizers.kinds import Kind, moves_without_gradient
 from ..optimizers.trials import inner_optimizers
 from ..tiers.tier import Tier
 from .context import Context
-from .graph import storage_of
 from .optimizer_state import elementwise_of, put_states
 from .segment_states import SegmentStates
 from .segments import Segment, runs_of, split
@@ -100,7 +99,7 @@ class Binding:
                 values = segment.tensor.detach()
                 entries = self.state_of(segment)
                 for name, value in entries.items():  # it may have kept the former memory
-                    if isinstance(value, torch.Tensor) and storage_of(value) == storage_of(before):
+                    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == _storage_of(before):
                         entries[name] = value.clone()
                 before.copy_(values.reshape(-1))
                 segment.tensor.data = before.view(segment.tensor.shape)
@@ -163,3 +162,7 @@ class Binding:
         self.optimizer.state = defaultdict(dict, {key: each for key, each in before.items() if key not in known})
         for span in self.spans:
             put_states(self, span, saved, elementwise_of(self, saved))
+
+
+def _storage_of(values: torch.Tensor) -> int:
+    return values.untyped_storage().data_ptr()
