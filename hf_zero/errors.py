@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class ZeroError(Exception):
     """Base class of all exceptions of hf_zero."""
+
+    known_at: int = sys.maxsize
+    """The depth of the outermost `on_all_ranks` block in which a rank has learned of it: that one has left the block."""
 
 
 class ConfigError(ZeroError, ValueError):

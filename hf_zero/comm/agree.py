@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import ZeroConfig
 from ..core.layout import ParamSpec
 from ..errors import CheckpointError, RankMismatchError, StallError, TierError, ZeroError
-from .wire import Wire
+from .wire import Told, Wire
 
 T = TypeVar("T")
 
@@ -36,7 +36,8 @@ class Report:
 def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[Report]:
     """Run a block on every rank; if it fails on one rank, it fails on all. Ends with a collective.
 
-    The block must not communicate: a rank that fails inside it would leave the others waiting.
+    The block must not communicate, except by blocks inside it. Where one rank leaves it while others are in a block inside, it
+    fails on all.
 
     Args:
         wire: of all ranks.
@@ -47,6 +48,7 @@ def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointErr
     Raises:
         ZeroError: this rank's own. KeyboardInterrupt and SystemExit are raised unchanged too.
         CheckpointError: or `kind`: the first rank that failed, and why; or the other ranks cannot be reached.
+        RankMismatchError: no rank failed, and one has left the block while others are in a block inside it.
     """
     report = Report()
     failure: BaseException | None = None
@@ -55,26 +57,37 @@ def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointErr
             yield report
         except BaseException as error:  # Ctrl-C too: the other ranks wait for this one, which may continue
             failure = error
-        # Must reach the exchange after any failure: the other ranks wait there.
-        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        level = len(wire.watch.purposes) - 1  # of what is around the block
+        if isinstance(failure, ZeroError) and failure.known_at <= level:
+            raise failure
+        # Must reach the exchange after any other failure: the other ranks wait there.
+        reason = None if failure is None else ": ".join(filter(None, (type(failure).__name__, str(failure))))
         try:
-            told = wire.exchange((reason, report.mine if failure is None else None))
+            told = wire.tell(Told(level, reason, report.mine if failure is None else None))
         except StallError:
             if failure is not None:
                 raise failure from None
             raise
         except RuntimeError as error:  # the process group's own
             raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
+        mismatch = wire.mismatch(told)
+    if mismatch is None:
+        report.everyone = [each.value for each in told]
+        return
     if failure is not None and (
         not isinstance(failure, Exception)
         or kind is RankMismatchError
         or (isinstance(failure, ZeroError) and not isinstance(failure, TierError))
     ):
+        if isinstance(failure, ZeroError) and mismatch.known_at < level:
+            failure.known_at = mismatch.known_at
         raise failure
-    for rank, (theirs, _) in enumerate(told):
-        if theirs is not None:
-            raise kind(f"{what} failed on rank {rank}: {theirs}") from failure
-    report.everyone = [value for _, value in told]
+    if mismatch.known_at < level:
+        raise mismatch from failure
+    for rank, each in enumerate(told):
+        if each.reason is not None:
+            raise kind(f"{what} failed on rank {rank}: {each.reason}") from failure
+    raise mismatch
 
 
 def read(wire: Wire, values: Callable[[], T], *, may_fail: bool) -> T:

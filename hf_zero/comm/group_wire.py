@@ -26,7 +26,7 @@ from .inflight import DONE, Inflight
 from .local_memory import SPANS
 from .process_group import check_ranks, default_group, home_device, interrupt, open_in_thread, reader_of, watcher_of
 from .watch import Wait, Watch
-from .wire import Cuts, Wire, average_in_order, land
+from .wire import Cuts, Told, Wire, average_in_order, land
 
 PIECE_BYTES = 16 << 20
 """Size of the pieces in which a reduce receives its peers' slices: one is summed while the next arrives."""
@@ -204,13 +204,13 @@ class GroupWire(Wire):
         wire.watch.engine = self.watch.engine
         return wire
 
-    def exchange(self, value: Any) -> list[Any]:
+    def tell(self, told: Told) -> list[Told]:
         watcher = self.watcher
         values: list[Any] = [None] * self.size
         if watcher.has_met or self.group is not default_group():
-            self._call(dist.all_gather_object, values, value, self.group)
+            self._call(dist.all_gather_object, values, told, self.group)
             return values
-        self._call(dist.all_gather_object, values, (watcher.card, value), self.group)
+        self._call(dist.all_gather_object, values, (watcher.card, told), self.group)
         watcher.meet([card for card, _ in values])
         return [found for _, found in values]
 

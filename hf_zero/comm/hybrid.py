@@ -66,6 +66,7 @@ class HybridWire(Wire):
             "start_maximum",
             "broadcast",
             "exchange",
+            "tell",
             "barrier",
         ):
             setattr(self, name, getattr(world, name))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import RankMismatchError
 from .codec import Codec
 from .inflight import DONE, Counters, Inflight
 from .watch import Watch
@@ -31,6 +32,20 @@ class Traffic(Counters):
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Return calls and bytes, without the times."""
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
+
+
+class Told(NamedTuple):
+    """A message of one rank to all.
+
+    Attributes:
+        level: the calls that the rank is in: see `Watch.doing`.
+        reason: why it leaves the innermost one; None: it does not fail.
+        value: any that pickles.
+    """
+
+    level: int
+    reason: str | None
+    value: Any
 
 
 class Wire:
@@ -132,8 +147,34 @@ class Wire:
         """Overwrite `tensor` on every rank with rank `source`'s values. Blocks."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the small Python values of all ranks, in rank order."""
-        return [value]
+        """Return the small Python values of all ranks, in rank order.
+
+        Raises:
+            RankMismatchError: another rank has left a call that this one is in; why.
+        """
+        told = self.tell(Told(len(self.watch.purposes), None, value))
+        mismatch = self.mismatch(told)
+        if mismatch is not None:
+            raise mismatch
+        return [each.value for each in told]
+
+    def tell(self, told: Told) -> list[Told]:
+        """Exchange values of ranks that may be in different calls."""
+        return [told]
+
+    def mismatch(self, told: Sequence[Told]) -> RankMismatchError | None:
+        """Return the error of ranks that are in different calls; None if they are in the same."""
+        level = min(each.level for each in told)
+        failed = next((f" failed on rank {rank}: {each.reason}" for rank, each in enumerate(told) if each.reason), "")
+        if not failed and all(each.level == level for each in told):
+            return None
+        purposes = self.watch.purposes[level : level + 1]
+        what = purposes[0] if purposes else "what other ranks are in"
+        error = RankMismatchError(
+            f"{what}{failed or ' was ended by one rank, and others wait inside'}. Make the same calls on every rank"
+        )
+        error.known_at = level
+        return error
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""

@@ -249,6 +249,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         run_dir, best = self._get_output_dir(trial), self.state.best_model_checkpoint
         target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         parent: Any = super()
+        self.store_flos()  # a collective of the stock method, which a subclass may leave before on one rank
         try:
             with open_saving(engine, target, **self._zero_batch_facts()) as saving:
                 if saving.folder.name != os.path.basename(target):
@@ -257,8 +258,9 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
                     )
                 self._zero_saving, self._zero_push = saving, False
                 try:
-                    # Its collectives are methods of this class, which fail on all ranks together.
-                    with on_all_ranks(engine.wire, f"saving to {target}"):
+                    # Its other collectives are methods of this class, which fail on all ranks together.
+                    stored = [(self, "store_flos", lambda: None)]
+                    with on_all_ranks(engine.wire, f"saving to {target}"), replaced(stored):
                         parent._save_checkpoint(model, trial)
                 finally:
                     self._zero_saving = None

@@ -259,6 +259,17 @@ def raise_on(rank: int, wire: Wire, failure: BaseException) -> None:
         raise failure
 
 
+def ends_what_others_are_in(wire: Wire, is_plain: bool, failure: Exception | None = None) -> None:
+    """The last rank leaves a block where the others are in two blocks inside it, at the end or before."""
+    with on_all_ranks(wire, "working"):
+        if wire.rank < wire.size - 1:
+            with on_all_ranks(wire, "deeper"), on_all_ranks(wire, "deepest"):
+                if is_plain:
+                    wire.exchange(wire.rank)
+        elif failure is not None:
+            raise failure
+
+
 def agrees(wire: Wire, exact: bool) -> None:
     """Whatever one rank raises in what all do together, all ranks raise; they stay in step."""
     last = wire.size - 1
@@ -273,6 +284,13 @@ def agrees(wire: Wire, exact: bool) -> None:
     words = "working failed on rank 0: ValueError: 0"
     with pytest.raises(zero.CheckpointError, match=words), on_all_ranks(wire, "working"):
         raise ValueError(wire.rank)
+    if wire.size > 1:
+        error = zero.CheckpointError if wire.rank == last else zero.RankMismatchError
+        for is_plain in (True, False):
+            with pytest.raises(error, match=f"^working failed on rank {last}: ValueError: no"):
+                ends_what_others_are_in(wire, is_plain, ValueError("no"))
+            with pytest.raises(zero.RankMismatchError, match="^working was ended by one rank.*Make the same calls"):
+                ends_what_others_are_in(wire, is_plain)
     with on_all_ranks(wire, "working") as report:
         report.mine = wire.rank
     assert report.everyone == [*range(wire.size)]
