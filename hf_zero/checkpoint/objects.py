@@ -50,6 +50,8 @@ def put_objects(saving: Saving, wire: Wire, objects: Mapping[str, Stateful]) -> 
     what = f"saving to {saving.target}"
     with on_all_ranks(wire, what) as report:
         mine: dict[str, Tensor] = {}
+        # On every rank: the `state_dict()` of what holds a sharded model is a collective.
+        found = {name: item.state_dict() for name, item in objects.items()}
         report.mine = pack(random_states(), mine, f"random.{wire.rank}"), mine
     with on_all_ranks(wire, what):
         if wire.rank != 0:
@@ -57,7 +59,7 @@ def put_objects(saving: Saving, wire: Wire, objects: Mapping[str, Stateful]) -> 
         body: dict[str, Any] = {"version": 1, "random": [states for states, _ in report.everyone]}
         for _, theirs in report.everyone:
             tensors.update(theirs)
-        body["objects"] = {name: pack(item.state_dict(), tensors, name) for name, item in objects.items()}
+        body["objects"] = {name: pack(state, tensors, name) for name, state in found.items()}
         path = saving.folder / f"{STATE}.json"
         with naming(path):
             path.write_text(json.dumps(body, separators=(",", ":")))

@@ -25,7 +25,7 @@ from ..checkpoint.objects import Stateful, put_objects, take_objects
 from ..checkpoint.save import Saving, optimizer_folder
 from ..checkpoint.weights import Files, WeightFormat, format_of
 from ..core.precision import dtype_of
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..plan.machine import free_host_bytes
 from .context import Context
 from .pieces import ParameterPieces
@@ -53,15 +53,7 @@ def save(
 
     Args:
         behind: commit behind training.
-
-    Raises:
-        ConfigError: one of `objects` is an optimizer of the engine.
     """
-    for name, item in (objects or {}).items():
-        if any(item is each for each in engine.optimizers):
-            raise ConfigError(
-                f"save: objects[{name!r}] is the engine's optimizer, which every checkpoint has without it: leave it out"
-            )
     with open_saving(engine, folder) as saving:
         put_weights(saving, engine, max_shard_size)
         for index, optimizer in enumerate(engine.optimizers if save_optimizer else ()):

@@ -173,6 +173,11 @@ class Odd:
         self.state = state
 
 
+def full_values(model: nn.Module) -> list[Any]:
+    params = [*model.parameters()]
+    return [[zero.full_parameter(p), zero.full_optimizer_state(p, "exp_avg")] for p in params if p.requires_grad]
+
+
 def objects(rank: int, world: int, folder: Path) -> None:
     model, optimizer, engine = build()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -205,8 +210,14 @@ def objects(rank: int, world: int, folder: Path) -> None:
     for state in ({"x": object()}, {"y": [{"z": open}]}):
         with pytest.raises(zero.CheckpointError, match=r"bad\.[xy]"):
             engine.save(folder, objects={"bad": Odd(state)})
-    with pytest.raises(zero.ConfigError, match=r"objects\['own'\] is the engine's optimizer.*leave it out"):
-        engine.save(folder, objects={"own": optimizer})
+    train(model, optimizer, rank)
+    own = {"model": model, "optimizer": optimizer}  # what is shared among the ranks
+    before = full_values(model)
+    engine.save(folder, objects={**own, "odd": found})
+    train(model, optimizer, rank)
+    for name, item in own.items():
+        engine.load(folder, load_optimizer=False, objects={name: item})
+    same(full_values(model), before, "what is shared among the ranks")
     engine.load(folder, objects={"odd": found})
     assert not [*folder.parent.glob(".*"), *folder.glob(".*")]
 
