@@ -185,7 +185,8 @@ class Loading:
             if index.value.get("optimizer") not in (None, kind := type(optimizer.optimizer).__name__):
                 raise CheckpointError(
                     f"{path} holds the state of {index.value['optimizer']}, and this run's optimizer is {kind}. "
-                    "Build the run with the saved one, or load with load_optimizer=False to continue with a fresh optimizer"
+                    "Build the run with the saved one, or begin a new one with the weights alone: engine.load(folder, "
+                    "load_optimizer=False), or from_pretrained(folder) in a Trainer"
                 )
             options = [_options(*pair, optimizer.optimizer) for pair in zip(groups, optimizer.groups)]
             # The states of a parameter that has any; unknown if they depend on options that change.

@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -172,7 +172,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients inside; `accumulate()` uses this, too."""
         engine = engine_of(model)
-        with super().no_sync(model) if engine is None else engine.no_sync():
+        with nullcontext() if engine is None else engine.no_sync(), super().no_sync(model):
             yield
 
     @staticmethod
