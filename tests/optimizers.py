@@ -103,6 +103,17 @@ class Careful(torch.optim.SGD):
                     p.sub_(group["lr"] * p.grad.sign())
 
 
+class Bounded(torch.optim.AdamW):
+    """Element-wise: does more than the class that it is derived from."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.2, 0.2)
+
+
 class Global(Layerwise):
     """Prodigy-like: one number over all parameters, so that two flat parts in one optimizer would agree."""
 

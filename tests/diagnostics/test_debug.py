@@ -90,6 +90,10 @@ def lr(run: Run) -> None:
     run.optimizer.param_groups[1]["lr"] = 0.1 if run.rank == 0 else 0.2
 
 
+def option(run: Run) -> None:
+    run.optimizer.param_groups[1]["kept"].fill_(run.rank)
+
+
 def freeze(run: Run) -> None:
     run.model.blocks[2].down.requires_grad_(run.rank == 0)
 
@@ -142,6 +146,7 @@ FAULTS: dict[str, tuple[Callable[[Run], None], str, str]] = {
         rf"written on rank 1 since the last step|step {AT}: parameter 'blocks.1.up.weight' (of unit 'blocks.1' )?is not",
     ),
     "lr": (lr, MISMATCH, rf"step {AT}: 'lr' of the optimizer's group 1 .* \(0.1 on rank 0, 0.2 on rank 1\)"),
+    "option": (option, MISMATCH, rf"step {AT}: 'kept' of the optimizer's group 1 .* \(0.0 on rank 0, 1.0 on rank 1\)"),
     "freeze": (
         freeze,
         MISMATCH,
@@ -200,6 +205,8 @@ def caught(rank: int, fault: str, config: zero.ZeroConfig, dtype: str, accumulat
     """Class and text of the error, and the step under way; of a run with one fault."""
     model = Net()
     optimizer = optimizer_for(model)
+    if fault == "option":  # a tensor, which is written in place
+        optimizer.param_groups[1]["kept"] = torch.zeros(())
     engine = zero.shard(model, optimizer, config, mixed_precision=dtype)
     for step in range(AT + 2):
         try:
@@ -273,7 +280,7 @@ def test_faults_are_named_with_an_offloaded_optimizer(two, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_options_are_compared_without_debug(two, stage):
-    check(two.run(catch, ("lr",), zero.ZeroConfig(stage=stage), "no", 1))
+    check(two.run(catch, ("lr", "option"), zero.ZeroConfig(stage=stage), "no", 1))
 
 
 def test_one_process(pools):

@@ -78,7 +78,7 @@ def _refused_edits(run: Run, model: Any, name: str) -> None:
 
     def add() -> None:
         if run.rank == last:
-            weight.add_(1.0)
+            weight.data = weight + 1.0
 
     def replace() -> None:
         weight.data = torch.zeros(2)
@@ -177,6 +177,9 @@ def accessors(run: Run) -> None:
         run.see(full_parameter(run, param), name)
         for key in ("exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq"):
             run.see(full_optimizer_state(run, param, key), f"{key} of {name}")
+    if not run.is_plain:
+        for get in (zero.full_optimizer_state, zero.local_optimizer_state):
+            get(weight, "step").add_(7)  # a copy
     run.refuses(zero.StateError, "one value for several", lambda: zero.set_full_optimizer_state(weight, "step", zeros))
     run.refuses(zero.StateError, "expected shape", lambda: zero.set_full_parameter(weight, torch.zeros(3)))
     run.refuses(zero.StateError, "this rank owns", lambda: zero.set_local_parameter(bias, torch.zeros(7)))

@@ -58,6 +58,8 @@ def methods_of_user_code(run: Run) -> None:
         run.see(model(X), "outputs")
         run.see(model.generate(X), "words")
     run.detach(model)
+    for param in () if run.is_plain else model.parameters():
+        assert param.untyped_storage().nbytes() == param.nbytes, "its memory has more than its values"
     for number in range(0 if run.is_plain else 2):
         if number > 0:
             zero.shard(model, None, zero.ZeroConfig(stage=run.setting.stage)).detach()

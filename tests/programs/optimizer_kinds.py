@@ -55,7 +55,8 @@ def over_elements(name: str, build: Build, precision: tuple[str, ...] = ("fp32",
                     group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
 
     run_it.__name__ = name
-    program(run_it, only={**UPDATES, "precision": precision}, exact=exact)
+    tells = lambda setting: setting.optimizer_tier != "none"  # noqa: E731 -- else torch's own code makes the step
+    program(run_it, only={**UPDATES, "precision": precision}, exact=exact, tells=tells)
 
 
 # Fused kernels round the last elements of a tensor in another way: `exact=False`.
@@ -78,6 +79,7 @@ over_elements("asgd", lambda p: torch.optim.ASGD(p, lr=1e-2))
 over_elements("lion", lambda p: own.Lion(p, lr=1e-2))
 over_elements("begins", own.Begins)
 over_elements("begins_late", own.Late)
+over_elements("bounded", lambda p: own.Bounded(p, lr=1e-1))
 over_elements("careful", lambda p: own.Careful(p, lr=1e-2))
 for _where in ("own", "group", "tensor"):
     over_elements(f"counts_in_{_where}", lambda p, where=_where: own.Counts(p, where, by_layer=False))

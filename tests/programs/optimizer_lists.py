@@ -258,7 +258,7 @@ def recorded_and_compared(run: Run) -> None:
     recorder = engine and engine.record()
     for step in range(4):
         backward(run, model, step, "loss")
-        for optimizer in optimizers[step % 2 :]:
+        for optimizer in (optimizers, optimizers[1:], optimizers[:1], optimizers[1:])[step]:
             optimizer.step()
         model.zero_grad()
     run.see(recorder.recorded if recorder else 4, "steps recorded")
@@ -288,8 +288,7 @@ def bound_one_after_another(run: Run) -> None:
     model.zero_grad()  # a gradient of no optimizer adds up in plain PyTorch; the engine forgets it at the step
     first.add_param_group({"params": [one], "lr": 0.05})
     in_turn(run, model, [first, second, third], 20)
-    params = [p for p in model.parameters() if p.requires_grad and p.dim() != 2 and p is not one]
-    run.bind(last := adam(params, lr=3e-2))
+    run.bind(last := adam([p for group in third.param_groups for p in group["params"]], lr=3e-2))
     run.see([[p.shape for p in group["params"]] for group in third.param_groups], "what the replaced one holds")
     for call in (third.step, third.zero_grad, third.state_dict):
         run.refuses(zero.StateError, "another optimizer was bound in its place", call)

@@ -21,7 +21,9 @@ def test_a_second_signal_does_what_it_did_before() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        ends = zero.on_preemption(sharded(), [signal.SIGUSR1])
+        engine = sharded()
+        zero.on_preemption(engine, [signal.SIGUSR1])
+        ends = zero.on_preemption(engine, [signal.SIGUSR1])  # instead of the one before
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
         assert ends.signalled
