@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -17,6 +18,13 @@ class Replaced:
     def __init__(self, target: Any, name: str, method: Callable[..., Any], stock: Any) -> None:
         update_wrapper(self, stock, updated=())
         self._target, self._name, self._method = weakref.ref(target), name, method
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The replaced method's, with the instance in front, which `inspect` drops: accelerate asks `zero_grad` for its own."""
+        found = inspect.signature(vars(self)["__wrapped__"])
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        return found.replace(parameters=[first, *found.parameters.values()])
 
     def __call__(self, instance: Any, *args: Any, **kwargs: Any) -> Any:
         if instance is self._target():

@@ -72,7 +72,7 @@ def train(run: Run, steps: int = 8, clip: float | None = 0.5, skip: int = 0) -> 
                 norms.append(float(run.accelerator.clip_grad_norm_(run.model.parameters(), clip)))
             run.optimizer.step()
             run.scheduler.step()
-            run.optimizer.zero_grad()
+            run.optimizer.zero_grad(set_to_none=True)
         losses.append(float(run.accelerator.gather(loss.detach()).mean()))
     return {"losses": losses, "norms": norms, "lr": [group["lr"] for group in run.optimizer.param_groups]}
 
