@@ -190,12 +190,14 @@ class ZeroStateMixin(AcceleratorBase):
         shown = [item for model, state in states.items() for item in serving(model, state)]
         shown.append((self, "get_state_dict", lambda model, *args, **kwargs: states[model]))
         try:
-            with on_all_ranks(engine.wire, f"saving to {saving.target}"), replaced(shown):
+            with on_all_ranks(engine.wire, f"saving to {saving.target}") as report, replaced(shown):
                 stock(str(saving.folder), True, **settings)
+                report.mine = left
         finally:
             hook.remove()
             self._optimizers = optimizers
-        return left
+        writers: list[int] = report.everyone[0]  # a hook may save, and take from the list, on the main process alone
+        return writers
 
     def _zero_put_model(self, saving: Saving, first: Engine, index: int) -> None:
         model = self._models[index]
