@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from ..checkpoint.save import Saving, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OutOfMemoryError
 from ..params.engine import Engine
 from .stock import replaced, serving
 
@@ -26,12 +27,20 @@ MAX_SHARD_SIZE = "50GB"
 
 
 def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
-    """Gather the model on rank 0 and run `stock` there. A collective."""
-    state = engine.model.state_dict()
-    with on_all_ranks(engine.wire, f"saving to {saving.target}"):
-        if engine.rank == 0:
-            with replaced(serving(engine.model, state)):
-                stock()
+    """Run `stock` on rank 0 with values of the whole model. A collective.
+
+    Where full parameters are released, all ranks gather them on their devices: `stock` may run forwards, as Sentence
+    Transformers' model card does. If there is no memory for that, rank 0 alone gathers a `state_dict()`.
+    """
+    with ExitStack() as stack:
+        if engine.context.frees:
+            with suppress(OutOfMemoryError):  # raised on every rank
+                stack.enter_context(engine.unsharded())
+        state = engine.model.state_dict()
+        with on_all_ranks(engine.wire, f"saving to {saving.target}"):
+            if engine.rank == 0:
+                with replaced(serving(engine.model, state)):
+                    stock()
 
 
 def hand_in(saving: Saving, wire: Wire) -> None:

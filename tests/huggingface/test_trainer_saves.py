@@ -258,10 +258,27 @@ def plain_from_ours() -> None:
     assert "optimizer.pt" in message, message
 
 
+class Examines(Trainer):
+    """Runs on one rank what it saves, as the model card of Sentence Transformers does."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        torch.save(logits(self.model), Path(str(output_dir), "example.bin"))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(8)[None]).logits
+        return found
+
+
 def save_only_model() -> None:
-    trainer("only_model", 3, save_only_model=True).train()
+    trainer("only_model", 3, kind=Examines, save_only_model=True).train()
     barrier()
-    files = files_under(Path("only_model", "checkpoint-8"))
+    folder = Path("only_model", "checkpoint-8")
+    found = torch.load(folder / "example.bin")
+    assert torch.equal(found, logits(type(gpt2()).from_pretrained(folder)))
+    files = files_under(folder)
     assert {"model.safetensors", "zero_manifest.json"} <= set(files)
     assert not [name for name in files if "optimizer" in name or "rng" in name]
 
