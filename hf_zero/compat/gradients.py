@@ -203,15 +203,16 @@ class _OfParameter(Source):
     def __init__(self, gradients: Gradients, place: Place) -> None:
         self._gradients, self._place = gradients, place
 
-    def _check(self) -> None:
+    def _check(self) -> str:
         name = self._place.span.name_of(self._place.index)
         self.check_alive(f"the gradient of {name!r}")
         self._gradients.engine.complete_gradients(f"using the gradient of {name!r}")
+        return f"a read of the gradient of {name}"
 
     def values(self) -> Tensor:
-        self._check()
-        slot = self._place.span.layout.slots[self._place.index]
-        return self._gradients.gathered(self._place.span)[slot.offset : slot.stop].view(slot.spec.shape)
+        slot, gradients = self._place.span.layout.slots[self._place.index], self._gradients
+        with gradients.engine.wire.watch.doing(self._check()):
+            return gradients.gathered(self._place.span)[slot.offset : slot.stop].view(slot.spec.shape)
 
     def write(self, values: Tensor) -> None:
         self.change(lambda elements, part: elements.copy_(part(values)))
@@ -221,8 +222,8 @@ class _OfParameter(Source):
         self._gradients.change(self._place, run)
 
     def norm(self, order: float) -> Tensor:
-        self._check()
-        return self._gradients.norm(self._place, order)
+        with self._gradients.engine.wire.watch.doing(self._check()):
+            return self._gradients.norm(self._place, order)
 
 
 def _place(param: nn.Parameter) -> Place:

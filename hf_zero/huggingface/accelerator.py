@@ -17,7 +17,7 @@ from typing import Any, cast
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -127,6 +127,12 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
             if config.policy.keep_full and not trains and not born:
                 return None
             _check_model(model)
+            hook = DDPCommunicationHookType.NO if self.ddp_handler is None else self.ddp_handler.comm_hook
+            if hook != DDPCommunicationHookType.NO:
+                raise ConfigError(
+                    f"DistributedDataParallelKwargs(comm_hook={hook.value!r}): no DDP runs here that would call it. Leave it "
+                    'out; reduce_dtype="bfloat16" or wire="int8" of the plugin send fewer bytes'
+                )
             adopt_calling_trainer()  # a Trainer may use an Accelerator that other code built
             device = None
             if self.device_placement if placement is None else placement:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch import nn
 
 import hf_zero as zero
@@ -153,6 +153,9 @@ def test_wrapped_models_and_stray_optimizers_are_refused() -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=2))
     with refused("pass the bare model"):
         accelerator.prepare(nn.DataParallel(nn.Linear(2, 2)))
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    with refused("comm_hook='bf16'"):
+        Accelerator(kwargs_handlers=[hook]).prepare(nn.Linear(2, 2))
     with refused("before its optimizer or together"):
         accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     model = nn.Linear(2, 2)
