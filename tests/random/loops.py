@@ -197,7 +197,7 @@ def other_thread(u: User) -> None:
 
 
 def anomaly(u: User) -> None:
-    with torch.autograd.set_detect_anomaly(True):
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # some programs diverge
         u.train()
 
 

@@ -114,6 +114,7 @@ class User:
     """One rank's training loop: what calls share.
 
     Attributes:
+        nudge: initial weights are larger by this share.
         syncing: backwards reduce gradients; False under `no_sync`.
         is_parallel: forwards are the engine's; False while the model is plain.
         is_ahead: a training forward has changed buffers since the last backward.
@@ -121,6 +122,7 @@ class User:
 
     case: Case
     run: Run
+    nudge: float = 0.0
     syncing: bool = True
     is_parallel: bool = True
     is_ahead: bool = False
@@ -129,7 +131,7 @@ class User:
     def __post_init__(self) -> None:
         self.begin(0, Call("shard", 0))
         self.world = self.case.setting.ranks
-        self.model: Any = self.run.build(lambda: Net(self.case.arch), self.case.seed)
+        self.model: Any = self.run.build(self._net, self.case.seed)
         names = list(self.params(trained=True))
         heads = [name for name in names if name.startswith("heads.")]
         self.left_out = heads[-1:] if self.case.left_out and len(names) > 2 else []
@@ -226,12 +228,16 @@ class User:
         self.update()
 
     def train(self, n: int = 0, **options: Any) -> None:
-        self.descend(self.forward_loss(n, **options))
+        loss = self.forward_loss(n, **options)
+        if loss.requires_grad:  # else all that it depends on is frozen
+            self.descend(loss)
 
     def evaluate(self, what: str = "eval", mode: Callable[[], AbstractContextManager[Any]] = torch.no_grad) -> None:
-        # At stages 0 to 2 an evaluation has buffers as they were after the last backward (docs/LIMITS.md, "Buffers"), and an
-        # engine that evaluated before a backward does not send them in it. So user code sends later changes.
-        for buffer in self.model.buffers() if self.is_ahead and self.case.setting.stage < 3 else ():
+        # Where ranks have full parameters an evaluation has buffers as they were after the last backward (docs/LIMITS.md,
+        # "Buffers"), and an engine that evaluated before a backward does not send them in it. So user code sends later changes.
+        setting = self.case.setting
+        has_all = setting.stage < 3 or setting.replicas == setting.ranks
+        for buffer in self.model.buffers() if self.is_ahead and has_all else ():
             self.from_first(buffer.data)
         self.model.eval()
         with mode():
@@ -243,6 +249,13 @@ class User:
         return torch.autocast("cpu", torch.bfloat16) if self.case.setting.precision == "bf16" else nullcontext()
 
     # Parts of the model
+
+    def _net(self) -> Net:
+        net = Net(self.case.arch)
+        with torch.no_grad():
+            for param in net.parameters() if self.nudge else ():
+                param.mul_(1.0 + self.nudge)
+        return net
 
     def params(self, trained: bool = False) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad or not trained}
