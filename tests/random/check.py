@@ -25,7 +25,8 @@ LOOSE = {"fp32": 1.0, "bf16": 2.0}
 autocast; a dozen steps add that up."""
 
 
-ROUNDING = 2.0**-23
+ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9}
+"""What one rounding changes, at most, as a share."""
 
 
 def play(case: Case, run: Run, nudge: float = 0.0) -> None:
@@ -47,7 +48,7 @@ def on_rank(rank: int, world: int, case: Case, reference: Case, folder: str, lim
     warnings.simplefilter("ignore")
     program, plain, nudged = (
         Program("random", functools.partial(play, each, nudge=nudge), "average", loose=LOOSE[case.setting.precision])
-        for each, nudge in ((case, 0.0), (reference, 0.0), (reference, ROUNDING))
+        for each, nudge in ((case, 0.0), (reference, 0.0), (reference, ROUNDING[case.setting.precision]))
     )
     # Not `faulthandler.dump_traceback_later`: it reads the frames of a thread that runs, and has crashed processes.
     late = threading.Timer(max(1.0, limit_s - 2.0), write_stacks, [Path(folder) / f"stack{rank}"])
