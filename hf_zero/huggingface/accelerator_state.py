@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from accelerate.utils import save as save_plain
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim import Optimizer
 
 from ..checkpoint.load import Loading
 from ..checkpoint.save import Saving, is_ours, optimizer_folder
@@ -39,6 +38,7 @@ from .checkpoints import (
     bare_optimizer,
     hand_in,
     is_ours_everywhere,
+    load_optimizer,
     put_whole,
 )
 from .stock import AcceleratorBase, replaced, serving, stand_in_state
@@ -262,7 +262,7 @@ class ZeroStateMixin(AcceleratorBase):
         for index, optimizer in enumerate(optimizers):
             inside = optimizer_folder(index)
             if loading is not None:
-                _load_optimizer(loading, self._zero_bound_engine(optimizer), bare_optimizer(optimizer), inside)
+                load_optimizer(loading, self._zero_bound_engine(optimizer), bare_optimizer(optimizer), inside)
                 continue
             single = folder / f"{inside}.bin"
             if not single.is_file():
@@ -303,15 +303,6 @@ def _load_weights(loading: Loading, engine: Engine, strict: bool, folder: str) -
     try:
         pieces, form = ParameterPieces(engine.units), format_of(engine.model)
         loading.weights(pieces, engine.model, form, strict=strict, folder=folder)
-    finally:
-        engine.refresh()
-
-
-def _load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str) -> None:
-    """Load a bound optimizer's state, and masters of higher precision than the weights."""
-    engine.prepare_load()
-    try:
-        loading.optimizer(engine.optimizer_state(optimizer), folder=folder)
     finally:
         engine.refresh()
 

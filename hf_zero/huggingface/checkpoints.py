@@ -15,6 +15,7 @@ from pathlib import Path
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
+from ..checkpoint.load import Loading
 from ..checkpoint.save import Saving, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
@@ -56,6 +57,15 @@ def hand_in(saving: Saving, wire: Wire) -> None:
                 place = saving.folder / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content)
+
+
+def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str) -> None:
+    """Load a bound optimizer's state, and masters of higher precision than the weights."""
+    engine.prepare_load()
+    try:
+        loading.optimizer(engine.optimizer_state(optimizer), folder=folder)
+    finally:
+        engine.refresh()
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -32,6 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..checkpoint.cards import adding_to_card
 from ..checkpoint.files import Field
+from ..checkpoint.load import Loading
 from ..checkpoint.manifest import MANIFEST, check_segments, check_sizes
 from ..checkpoint.objects import load_state
 from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
@@ -52,6 +53,7 @@ from .checkpoints import (
     bare_optimizer,
     hand_in,
     is_ours_everywhere,
+    load_optimizer,
     put_whole,
 )
 from .elastic import LATEST, KeepsBatches
@@ -76,6 +78,8 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
     lr_scheduler: Any
     _zero_resuming = False
     """Inside `train`: weights are loaded later, when the engine exists."""
+    _zero_has_weights = False
+    """They are loaded already, by a subclass that saves in its own way."""
     _zero_resumed: str | os.PathLike[str] | None = None
     """The folder that training resumes from."""
     _zero_saved = False
@@ -373,29 +377,38 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
 
     # -- loading --
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *model: Any, **named: Any) -> None:
         """Load weights of a checkpoint with a manifest. In `train`, they are loaded later with the optimizer's state."""
         if not is_ours(resume_from_checkpoint):
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return super()._load_from_checkpoint(resume_from_checkpoint, *model, **named)
         # In `train` the stock code loads weights before `accelerator.prepare`, and always calls `_load_optimizer_and_scheduler`
         # after it: weights are loaded there, into slices. Here, every rank would load all of them.
         if self._zero_resuming:
-            return self._zero_instead("_load_from_checkpoint", lambda *_, **__: None, resume_from_checkpoint, model)
+            put_off = list[str]()
+            given = resume_from_checkpoint, *model
+            self._zero_instead("_load_from_checkpoint", lambda it, *_, **__: put_off.append(it), *given, **named)
+            self._zero_has_weights = not put_off  # a subclass has loaded files of its own
+            return None
         if self._zero_engine() is None:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         engine = self._zero_engine()
         if engine is None:  # this stage evaluates without an engine
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return super()._load_from_checkpoint(resume_from_checkpoint, *model, **named)
         load = partial(engine.load, resume_from_checkpoint, load_optimizer=False)
-        return self._zero_instead("_load_from_checkpoint", lambda *_, **__: load(), resume_from_checkpoint, model)
+        return self._zero_instead(
+            "_load_from_checkpoint", lambda *_, **__: load(), resume_from_checkpoint, *model, **named
+        )
 
-    def _zero_instead(self, name: str, ours: Callable[..., Any], *args: Any) -> Any:
-        """Call a subclass's own method, which finds `ours` in place of the stock one; `ours` itself where it has none."""
+    def _zero_instead(self, name: str, ours: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call a subclass's own method, which finds `ours` in place of the stock one; `ours` itself where it has none.
+
+        It gets what the caller has passed and no more: Sentence Transformers' methods take fewer arguments than the stock ones.
+        """
         own = getattr(super(), name)
         if own.__func__ is getattr(Trainer, name):
-            return ours(*args)
-        with replaced([(Trainer, name, lambda _, *given, **named: ours(*given, **named))]):
-            return own(*args)
+            return ours(*args, **named)
+        with replaced([(Trainer, name, lambda _, *given, **more: ours(*given, **more))]):
+            return own(*args, **named)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -414,8 +427,10 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         bound = engine.optimizer is bare_optimizer(self.optimizer)
         single = Path(checkpoint, OPTIMIZER_NAME)
         loaded = bound and (Path(checkpoint, OPTIMIZER_FOLDER) if ours else single).exists()
-        if ours:
+        if ours and not self._zero_has_weights:
             engine.load(checkpoint, load_optimizer=loaded)
+        elif ours and loaded:
+            load_optimizer(Loading(engine.wire, checkpoint), engine, bare_optimizer(self.optimizer), OPTIMIZER_FOLDER)
         elif loaded:
             # Memory-mapped; the stock Trainer would copy the full state to every device.
             self.optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))

@@ -183,7 +183,26 @@ class OwnLoads(Trainer):
         self.read += ("best",)
 
 
-def test_methods_of_a_subclass_that_load_are_called(tmp_path: Path) -> None:
+class OwnFiles(OwnLoads):
+    """Saves in files of its own and reads them, with fewer arguments, as Sentence Transformers' trainers do."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        torch.save(self.model.state_dict(), Path(str(output_dir), "own.bin"))
+
+    def _load_from_checkpoint(self, folder: str) -> None:  # type: ignore[override]
+        self.model.load_state_dict(torch.load(Path(folder, "own.bin")))
+        self.read += ("own",)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "best"), [(OwnLoads, "weights", "best"), (OwnFiles, "own", "own")], ids=["more", "own files"]
+)
+def test_methods_of_a_subclass_that_load_are_called(
+    kind: type[OwnLoads], weights: str, best: str, tmp_path: Path
+) -> None:
     steps = {
         "zero_stage": 3,
         "save_steps": 1,
@@ -192,13 +211,13 @@ def test_methods_of_a_subclass_that_load_are_called(tmp_path: Path) -> None:
         "load_best_model_at_end": True,
     }
     first, again = (
-        OwnLoads(gpt2(seed), small(tmp_path, **steps), train_dataset=Tokens(), eval_dataset=Tokens(rows=4))
+        kind(gpt2(seed), small(tmp_path, **steps), train_dataset=Tokens(), eval_dataset=Tokens(rows=4))
         for seed in (0, 5)
     )
     first.train()
     after = {name: value.clone() for name, value in first.model.state_dict().items()}
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert (first.read, again.read) == (("best",), ("weights", "optimizer", "best"))
+    assert (first.read, again.read) == ((best,), (weights, "optimizer", best))
     assert distance(dict(again.model.state_dict()), after) == 0.0
 
 
