@@ -215,8 +215,8 @@ def _check_spans(context: Context, originals: Sequence[Groups], kinds: Sequence[
 def _foreign(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor) -> str:
     return (
         f"group {group} of {type(optimizer).__name__} has a parameter of shape {tuple(tensor.shape)} that is not one of the "
-        "sharded model's. Add all modules before sharding, and build the optimizer over model.parameters(); where it has "
-        "parameters of several models, put them into one nn.ModuleList and shard that"
+        "sharded model's. Add all modules before sharding, and build the optimizer over model.parameters(). Freeze what is not "
+        "to train (requires_grad_(False)); put several models into one nn.ModuleList and shard that"
     )
 
 
