@@ -116,9 +116,7 @@ class Writes(Observer):
             return
         span, index = place.span, place.index
         # The assigned values replace what was written in place before.
-        [now] = _versions([param])
-        self._totals[place.unit.index] += now - self._versions[span][index]
-        self._versions[span][index] = now
+        [self._versions[span][index]] = _versions([param])
         self._note(span, [index], [values.to(span.view(index))])
 
     # What -------------------------------------------------------------------------------------------------------------

@@ -140,10 +140,7 @@ class Finite(Observer):
     @staticmethod
     def _bad_gradients(spans: Iterable[Span]) -> Iterator[str]:
         for span in spans:
-            if span.bucket.factor is not None and kind_of(span.bucket.factor):
-                yield f"what clipping multiplies the gradient of {span.name_of(0)!r} with is not finite"
-            else:
-                yield from _bad(((span, *part) for part in span.bucket.parts()), "the gradient of ")
+            yield from _bad(((span, *part) for part in span.bucket.parts()), "the gradient of ")
 
     def _refuse(self, mine: str | None, why: Callable[[Sequence[Sightings]], str]) -> None:
         told = self._wire.exchange((mine, self.sightings[:2]))

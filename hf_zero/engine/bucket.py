@@ -72,14 +72,14 @@ class Bucket:
         self._count_moving(0)
 
     def local(self, index: int) -> Tensor | None:
-        """Return a copy of this rank's gradient of one parameter, not reduced yet."""
+        """Return this rank's gradient of one parameter, not reduced yet."""
         slot, grad = self.span.layout.slots[index], raw_grad(self.span.params[index])
         parts = [] if grad is None else [_dense(grad)]
-        if self._held is not None and self.had_local[index]:
+        if self._held is not None:
             parts.append(self._held[slot.offset : slot.stop].view(slot.spec.shape))
         if not parts:
             return None
-        return parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def held(self, index: int) -> Tensor | None:
         """Return the memory in which `hold` keeps this rank's gradient of one parameter."""

@@ -129,7 +129,7 @@ def backward(run: Run) -> None:
 
 
 def gradient(run: Run) -> None:
-    run.before_step = lambda: run.model.head.weight.grad.mul_(float("nan"))
+    run.before_step = lambda: run.model.head.bias.grad.mul_(float("nan"))  # in the last rank's slice
 
 
 def update(run: Run) -> None:
@@ -184,7 +184,7 @@ FAULTS: dict[str, tuple[Callable[[Run], None], str, str]] = {
         NUMBERS,
         rf"step {AT}, .*First seen on rank 1 in backward: .*of unit 'blocks.1' .*on rank 0 all was",
     ),
-    "gradient": (gradient, NUMBERS, rf"step {AT}, .*'head.weight' of unit .* is NaN. .*finite after the reduction"),
+    "gradient": (gradient, NUMBERS, rf"step {AT}, .*'head.bias' of unit .* is NaN. .*finite after the reduction"),
     "update": (update, NUMBERS, rf"step {AT}, .*Its gradient was finite: the step of AdamW made it"),
 }
 """Name -> fault, class of the error, what it says."""

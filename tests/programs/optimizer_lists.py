@@ -255,13 +255,16 @@ def recorded_and_compared(run: Run) -> None:
     model, optimizers = built(run, "adams")
     model = run.shard(model, optimizers)
     engine = run.engine_of(model)
-    recorder = engine and engine.record()
+    recorder = engine and engine.record(run.folder)
     for step in range(4):
         backward(run, model, step, "loss")
         for optimizer in (optimizers, optimizers[1:], optimizers[:1], optimizers[1:])[step]:
             optimizer.step()
         model.zero_grad()
-    run.see(recorder.recorded if recorder else 4, "steps recorded")
+        if recorder and step == 0:
+            first, recorder = recorder, engine.record(first_step=1)
+            assert '"kind": "end"' in first.path.read_text(), "the recorder before goes on"
+    run.see(recorder.steps if recorder else 4, "steps recorded")
     if recorder:
         recorder.close()
     backward(run, model, 9, "loss")
