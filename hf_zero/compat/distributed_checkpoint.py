@@ -24,12 +24,8 @@ class DistributedCheckpoint(Observer):
     """Refuses optimizers of this engine."""
 
     def attach(self, engine: Engine) -> None:
-        self._engine = engine
         _engines.add(engine)
         _guard()
-
-    def detach(self) -> None:
-        _engines.discard(self._engine)
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         _guard()  # importing the module takes a second: user code may do so later

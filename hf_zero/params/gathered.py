@@ -181,10 +181,9 @@ class _Sharded:
         return f"parameter {place.span.name_of(place.index)!r}"
 
     def keep(self, number: int, values: Tensor) -> None:
-        """Make full values the parameter's. The same on every rank."""
+        """Make full values the parameter's. The same on every rank; `values` is what `full` returned, written in place."""
         span, index = self._places[number].span, self._places[number].index
         write_back(span, index, values.view(-1))
-        span.view(index).copy_(values)  # of a unit that an outer context has gathered
         self._kept.setdefault(span, []).append(index)
 
     def end(self) -> None:

@@ -42,6 +42,12 @@ def parameters_on_meta() -> str:
     return said(lambda: zero.shard(model, None), zero.LayoutError)
 
 
+def parameters_made_under_inference_mode() -> str:
+    with torch.inference_mode():
+        model = mlp()
+    return said(lambda: zero.shard(model, None), zero.ConfigError)
+
+
 def a_parameter_in_two_groups() -> str:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = sgd(model)
@@ -104,6 +110,7 @@ def meta_tensors_on_rank_0() -> str:
 
 REFUSED: dict[Callable[[], str], str] = {
     parameters_on_meta: "'2.weight' is on the meta device",
+    parameters_made_under_inference_mode: "'0.weight' was created inside torch.inference_mode()",
     a_parameter_in_two_groups: "'0.bias' is twice in the groups",
     clipping_in_a_backward: "clip_grad_norm_ inside a backward",
     whole_weights_in_a_backward: "zero.unsharded cannot begin in a backward",

@@ -289,7 +289,7 @@ def schedule_free(run: Run) -> None:
         run.optimizer.train()
 
 
-@program(only=IN_MEMORY)
+@program(only=IN_MEMORY, tells=is_released)
 def schedule_free_inside_unsharded(run: Run) -> None:
     """No forward comes between the optimizer's `eval()` and a read, or between `eval()` and `train()`."""
     model = run.trained_model(Odd, averaging)
@@ -298,6 +298,13 @@ def schedule_free_inside_unsharded(run: Run) -> None:
         run.optimizer.eval()
         with run.unsharded(model):
             see_weights(run, model, "averaged weight")
+            if is_released(run.setting):
+                weight = next(model.parameters())
+                before = weight.detach().clone()
+                with torch.no_grad():
+                    weight.zero_()
+                    run.refuses(zero.StateError, "neither write can count alone", run.optimizer.train)
+                    weight.copy_(before)
             run.optimizer.train()
             with torch.no_grad():
                 run.see(run.loss(9), "evaluation in training")

@@ -179,14 +179,15 @@ def parts_and_loads(run: Run) -> None:
 
 
 class Scaled(nn.Linear):
-    """Saves its weight in another unit, by overriding what torch calls for each module."""
+    """Saves its weight in another unit and under another name, by overriding what torch calls for each module."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.weight.detach().float() * 2
+        destination[prefix + "twice"] = destination.pop(prefix + "weight").float() * 2
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        state = {**state, prefix + "weight": state[prefix + "weight"] / 2}
+        state = {**state}
+        state[prefix + "weight"] = state.pop(prefix + "twice") / 2
         super()._load_from_state_dict(state, prefix, *args)
 
 

@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
     "gpt2 right eager": (gpt2, {"n_head": 4, "attn_implementation": "eager"}, "right", True),
     "mixtral packed": (mixtral, {}, "packed", True),
     "mixtral left": (mixtral, {}, "left", True),
-    "bert right": (bert, {"num_attention_heads": 4}, "right", False),
+    "bert left odd": (bert, {"num_attention_heads": 4}, "left odd", False),
     "bert left eager": (bert, {"num_attention_heads": 4, "attn_implementation": "eager"}, "left", False),
     "gpt-oss right": (gpt_oss, {}, "right", True),
     "paligemma right": (paligemma, {}, "right", True),
@@ -124,7 +124,10 @@ def masked(rank: int, world: int) -> dict[str, float]:
         loss, gradients = whole(reference, [given(kind)], shifts)
         model: Any = made(build, **changes)
         engine = start(model, 2)
+        *_, last = model.modules()
+        last.eval()
         out = model(**engine.local_sequence(given(kind)))
+        assert not last.training
         out.loss.backward()
         found[name] = error(model, out.loss.detach(), loss, gradients)
         with torch.no_grad():  # whole samples, also with our attention in place
