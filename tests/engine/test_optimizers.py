@@ -107,9 +107,16 @@ class Breaks(torch.optim.SGD):
                 param.data.sub_(0.1 * param.grad)
         if self.at == "after":
             raise ValueError("too late")
+        if closure is not None:
+            closure()
 
 
-def test_a_step_may_be_repeated_only_if_it_has_not_written() -> None:
+def raises() -> None:
+    raise ValueError("too late")
+
+
+@pytest.mark.parametrize("closure", [None, raises])
+def test_a_step_may_be_repeated_only_if_it_has_not_written(closure: Any) -> None:
     model = mlp()
     optimizer = Breaks(model.parameters(), lr=0.1)
     shard(model, optimizer, ZeroConfig(stage=2))
@@ -119,9 +126,9 @@ def test_a_step_may_be_repeated_only_if_it_has_not_written() -> None:
         optimizer.step()
     optimizer.at = ""
     optimizer.step()
-    optimizer.at = "after"
+    optimizer.at = "" if closure else "after"
     with pytest.raises(ValueError, match="too late"):
-        optimizer.step()
+        optimizer.step(closure)
     with pytest.raises(StateError, match="half-way"):
         optimizer.step()
 

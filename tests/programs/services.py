@@ -52,11 +52,15 @@ def ends_after_a_signal(run: Run) -> None:
         step_in_two(run, step)
 
 
-@after_steps(2)
+@after_steps(2, tells=lambda setting: setting.precision == "fp32")
 def moved_and_cast(run: Run, step: int) -> None:
     run.refuses(zero.LayoutError, "cannot be moved or cast", run.model.half)
     run.refuses(zero.LayoutError, "cannot be moved or cast", lambda: run.model[0].to("meta"))
     run.model.to("cpu")
+    if run.setting.precision == "fp32":
+        run.model.added = nn.Linear(2, 2).double()
+        run.see(run.model.float().added.weight.dtype, "the type of what was added")
+        del run.model.added
 
 
 @program(reference="average", only=FP32)
