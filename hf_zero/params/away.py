@@ -32,10 +32,14 @@ class Away:
     @torch.no_grad()
     def leave(self) -> None:
         """Move everything to host memory."""
+        stays = [*dict.fromkeys(span.unit for span in self._spans if span.stays)]
+        for unit in stays:
+            for event in self._context.events.unit_released:  # what user code wrote until now is in the masters
+                event(unit)
         self._context.away = True
         for span in self._spans:
             self._leave(span)
-        for unit in dict.fromkeys(span.unit for span in self._spans if span.stays):
+        for unit in stays:
             unit.state = State.SHARDED
             unit.intercept_all_reads()
         for span in self._spans:

@@ -143,13 +143,15 @@ def away_between_backward_and_step(run: Run) -> None:
 
 @program(reference="average", only={"stage": (1, 2), "tier": ("none",)})
 def away_after_a_save(run: Run) -> None:
-    """A save has looked at the memory of the parameters; it is freed all the same."""
+    """A save has looked at the memory of the parameters, and user code still does; it is freed all the same."""
     model = run.trained_model(Odd)
     run.save(model)
     run.load(model)
+    held = [param.data for param in model.parameters()]
     if (engine := run.engine_of(model)) is not None:
         engine.offload_states()
         with torch._C.DisableTorchFunctionSubclass():  # else asking for the storage reads the values, which are away
             assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
         engine.reload_states()
+    del held
     run.step(0)
