@@ -79,7 +79,7 @@ def test_a_hook_that_removes_itself_runs_before_the_engine(trained: Any) -> None
 
 def test_a_step_past_the_instance_is_a_step(trained: Any) -> None:
     """accelerate calls the method that it found before, under a loss scaler."""
-    model, optimizer, _ = trained
+    model, optimizer, engine = trained
     for number in range(3):
         backward(model)
         if number == 1:
@@ -90,6 +90,7 @@ def test_a_step_past_the_instance_is_a_step(trained: Any) -> None:
         before = model[0].weight.detach().clone()
         torch.optim.SGD.step(optimizer)
         assert not torch.equal(model[0].weight, before)
+        assert engine.wire.watch.step == number + 1
         optimizer.zero_grad()
 
 

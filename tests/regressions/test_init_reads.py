@@ -325,6 +325,7 @@ def casts(rank: int, world: int) -> None:
     both[1].data = both[0].double()
     with zero.Init():
         assert [each.stride() for each in both] == [(1, 4), (1, 4)], "as casts of plain ones"
+        assert torch.empty_like(both[0]).stride() == (1, 4)
     model = layer()
     twin = nn.Linear(4, 6)
     twin.weight = model.weight
