@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..tiers.array import is_array
-from .trials import Trial, inner_optimizers, trials
-from .twin import copy_of, options_of
+from .trials import Trial, inner_optimizers, ready, trials
+from .twin import options_of
 
 
 class Kind(Enum):
@@ -155,7 +155,7 @@ def state_bytes(
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
     param.grad = torch.empty_like(param)
     with torch.device("meta"):
-        twin = copy_of(optimizer, [{"params": [param], **options}])
+        twin = ready(optimizer, [{"params": [param], **options}])
         with suppress(Exception):  # a step that needs a value ends early
             type(optimizer).step(twin)
     made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}

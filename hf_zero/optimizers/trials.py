@@ -157,7 +157,7 @@ class Trial:
     def _stepped(
         self, groups: list[list[nn.Parameter]], grads: Grads, watching: AbstractContextManager[object] | None = None
     ) -> torch.optim.Optimizer:
-        twin = _ready(self._optimizer, [{"params": params, **self._options} for params in groups])
+        twin = ready(self._optimizer, [{"params": params, **self._options} for params in groups])
         with torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
@@ -184,8 +184,8 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
 
 
-def _ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a copy over other groups, in training mode."""
+def ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return a copy over other groups, in training mode, whose steps leave the optimizer and its groups alone."""
     twin = copy_of(optimizer, groups)
     for key, value in inner_optimizers(optimizer).items():  # else the trial would step over the model's parameters
         inner = copy_of(value, groups)

@@ -11,8 +11,9 @@ from torch import nn
 
 from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import Engine, shard
-from hf_zero.optimizers.kinds import Kind, kind_of
+from hf_zero.optimizers.kinds import Kind, kind_of, state_bytes
 from tests import optimizers as own
+from tests.programs.optimizers import Lookahead
 
 
 def mlp() -> nn.Sequential:
@@ -42,11 +43,14 @@ def test_trials_find_what_an_unknown_class_steps_over() -> None:
     assert found == {"Lion": Kind.ELEMENTWISE, "Layerwise": Kind.MATRICES, "Projects": Kind.MATRICES}
 
 
-def test_trials_leave_options_that_are_tensors() -> None:
+def test_trials_leave_options() -> None:
     params = list(mlp().parameters())
     optimizer = own.Counts(params, "tensor", by_layer=True)
     kind_of(optimizer, set(params), sharded=True, offloaded=True)
     assert float(optimizer.param_groups[0]["k"]) == 0.0
+    wrapper = Lookahead(torch.optim.SGD(params, lr=0.1))  # it steps by another optimizer, which has the same groups
+    state_bytes(wrapper, 0, (8, 6), torch.float32)
+    assert wrapper.param_groups[0]["calls"] == 0
 
 
 def test_a_registered_kind_goes_before_the_trial() -> None:

@@ -36,14 +36,16 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base.param_groups, {})
-        self.base, self.param_groups, self.calls = base, base.param_groups, 0
+        self.base, self.param_groups = base, base.param_groups
+        for group in self.param_groups:
+            group.setdefault("calls", 0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.base.step()
-        self.calls += 1
-        for group in self.param_groups if self.calls % 2 == 0 else ():
-            for p in group["params"]:
+        for group in self.base.param_groups:
+            group["calls"] += 1
+            for p in group["params"] if group["calls"] % 2 == 0 else ():
                 slow = self.state[p].setdefault("slow", p.clone())
                 p.copy_(slow.lerp_(p, 0.5))
 
@@ -114,6 +116,7 @@ def assigning(run: Run, t: int) -> Tensor:
     ),
 )
 def lookahead(run: Run, t: int) -> Tensor:
+    run.see(run.optimizer.param_groups[0]["calls"], "steps that the groups count")
     return run.loss(t)
 
 
