@@ -98,9 +98,6 @@ class BoundOptimizers:
         for binding in self.bindings:
             if binding.optimizer not in self._wrappers:
                 self._take(binding.optimizer)
-        for span in self._engine.trained:
-            if span.bucket.grad is not None:  # a backward was before
-                self._engine.fit_segments(span)
         self.mark_versions()
 
     def follow_groups(self) -> None:
