@@ -314,8 +314,9 @@ def _accelerate(made: Migration, values: dict[str, Any], path: Path) -> None:
     if engine or file:
         values["deepspeed_config"] = engine
     _apply(made, values, ACCELERATE)
-    if fsdp:
+    if fsdp or values.get("distributed_type") == "FSDP":
         _apply(made, _unprefixed(fsdp), FSDP, "fsdp_config.fsdp_")
+        made.settings.setdefault("stage", max(STAGES))  # accelerate's own default: full_shard, reshard_after_forward
     if file:
         inner = path.parent / str(file)  # an absolute name replaces the folder
         _apply(made, read_settings(inner), DEEPSPEED, f"{inner.name}: ")
@@ -392,7 +393,13 @@ def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
     if row.verdict in ("lost", "to do") and value is not True and value in _NOTHING:
         return _NOTHING_ASKED
     if row.verdict == "to do":
-        return _replicas(made, None if made.ranks is None else made.ranks / value, f"ranks divided by {value}")
+        try:
+            size = int(str(value))
+        except ValueError:
+            return "lost", "", "expected a whole number of ranks"
+        if size < 1:
+            return _NOTHING_ASKED
+        return _replicas(made, None if made.ranks is None else made.ranks / size, f"ranks divided by {size}")
     if row.verdict not in ("same", "trainer"):
         return row.verdict, "", row.why
     if row.values == {}:

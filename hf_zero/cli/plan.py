@@ -254,6 +254,7 @@ def _show_settings(console: Console, precision: str, made: Plan) -> None:
     trainer |= {} if batch is None else {"per_device_train_batch_size": batch.rows}
     trainer |= {"gradient_accumulation_steps": micros} if micros > 1 else {}
     trainer |= {"gradient_checkpointing": True} if batch is not None and batch.checkpointing else {}
+    trainer |= {"max_grad_norm": 0} if config.step_in_backward else {}  # clipping needs all gradients before the step
     settings = (config if config.is_auto else replace(config, device_memory=None, host_memory=None)).changed()
     pasted(console, as_command(made.inputs.world_size, settings, trainer))
     for line in as_training_arguments(settings, trainer):

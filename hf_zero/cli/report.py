@@ -188,6 +188,11 @@ def read_all(path: Path) -> list[Run]:
             "output_dir), or call engine.record(folder)."
         )
     runs = sorted((read(each) for each in found), key=lambda run: (not run.steps, run.rank))
+    last = runs[0] if runs[0].rank == 0 else min(runs, key=lambda run: run.age_s)
+    older = [run.rank for run in runs if run.steps and run.rank >= int(last.facts.get("world_size", run.rank + 1))]
+    runs = [run for run in runs if run.rank not in older]
+    if older:
+        runs[0].notes.append(f"left out rank {', '.join(map(str, older))}: written by an earlier run with more ranks")
     for run in runs:
         if not run.steps:
             run.notes.append(f"rank {run.rank}: its first step is not over yet")

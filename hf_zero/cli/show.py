@@ -92,7 +92,9 @@ def as_plugin(settings: Mapping[str, Any]) -> str:
 
 def as_command(ranks: int | None, settings: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
     """Write the command of a script with `zero.ZeroTrainingArguments`; None: the number of ranks is not known."""
-    nodes = f"--nnodes {ranks // 8} " if ranks is not None and ranks > 8 and ranks % 8 == 0 else ""
+    nodes = ""
+    if ranks is not None and ranks > 8 and ranks % 8 == 0:
+        nodes = f"--nnodes {ranks // 8} --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 "  # as docs/launch.md
     each = "RANKS" if ranks is None else 8 if nodes else ranks
     return f"torchrun {nodes}--nproc-per-node {each} train.py --output-dir out {as_flags(settings, trainer)}".strip()
 

@@ -164,7 +164,11 @@ def test_each_size_of_gpu_has_settings(capsys):
     for size in ("8 GB", "12 GB", "16 GB", "24 GB", "40 GB", "48 GB", "80 GB", "141 GB"):
         assert size in out
     assert suggested(out)[1].gradient_checkpointing in (True, False)
-    assert "torchrun --nnodes 2 --nproc-per-node 8" in run(capsys, "plan", "7B", "--world-size", 16)
+    assert "torchrun --nnodes 2 --node-rank 0 --master-addr" in run(capsys, "plan", "7B", "--world-size", 16)
+    words, arguments = suggested(
+        run(capsys, "plan", "gpt2-tiny", "--zero-offload-optimizer", "cpu", "--zero-step-in-backward")
+    )
+    assert (words[words.index("--max-grad-norm") + 1], arguments.max_grad_norm) == ("0", 0)
 
 
 def test_one_peak_has_one_number(capsys):

@@ -154,5 +154,6 @@ def test_sizes_and_commands_that_are_shown() -> None:
     for ranks, launched in ((None, "RANKS"), (4, "4"), (12, "12"), (8, "8")):
         assert as_command(ranks, {}, {}) == f"torchrun --nproc-per-node {launched} train.py --output-dir out"
     assert as_command(24, {"stage": 3}, {"bf16": True, "fp16": False}) == (
-        "torchrun --nnodes 3 --nproc-per-node 8 train.py --output-dir out --zero-stage 3 --bf16"
+        "torchrun --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 8 "
+        "train.py --output-dir out --zero-stage 3 --bf16"
     )

@@ -143,6 +143,7 @@ fsdp_config:
 mixed_precision: fp16
 num_processes: 4
 """
+ACCELERATE_FSDP_DEFAULT = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
 ACCELERATE_DEEPSPEED = """
 distributed_type: DEEPSPEED
 deepspeed_config:
@@ -219,6 +220,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], set[str]]] = {
         set(),
     ),
     "fsdp2": (ACCELERATE_FSDP2, {"stage": 2}, {"fp16": True, "gradient_checkpointing": True}, set()),
+    "fsdp by default": (
+        ACCELERATE_FSDP_DEFAULT, {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}, {}, set(),
+    ),
     "accelerate": (
         ACCELERATE_DEEPSPEED,
         {"stage": 3, "offload_optimizer": "disk", "offload_dir": "/nvme"},
@@ -335,11 +339,15 @@ def test_a_typo_is_found(
     assert finding["why"] == f"not known. Did you mean {meant}?"
 
 
-def test_the_number_of_replicas_follows_from_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, MICS, "ds")
+@pytest.mark.parametrize(("size", "replicas"), [(4, 2), ("4", 2), ("four", None), ("0", None)])
+def test_the_number_of_replicas_follows_from_the_ranks(
+    size: Any, replicas: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, {"zero_optimization": {"stage": 3, "mics_shard_size": size}}, "ds")
     content = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
     status, values = found(capsys, written(tmp_path, content))
-    assert (status, values["settings"]) == (0, {"stage": 3, "replicas": 2})
+    assert values["settings"] == {"stage": 3, **({"replicas": replicas} if replicas else {})}
+    assert status == (1 if size == "four" else 0)
 
 
 @pytest.mark.parametrize(

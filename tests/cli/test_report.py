@@ -230,11 +230,12 @@ def test_the_last_start_is_shown(
 
 def test_ranks(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = lines(recorded[0])
-    write(tmp_path, records)
-    for rank in (10, 2):
+    write(tmp_path, [{**records[0], "world_size": 11}, *records[1:]])
+    for rank in (12, 10, 2):
         write(tmp_path, [{**records[0], "rank": rank}, *records[1:]], f"zero_steps.rank{rank}.jsonl")
     out = shown(tmp_path, capsys)
     assert [row["rank"] for row in out["ranks"]] == [0, 2, 10]
+    assert out["notes"][0] == "left out rank 12: written by an earlier run with more ranks"
     assert main(["report", str(tmp_path)]) == 0
     assert re.search(r"│ 10 +│", capsys.readouterr().out)
 
