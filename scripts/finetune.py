@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 CORPUS_SIZE = 4 << 20
 TINY_STEPS = 150  # of a tiny model on the embedded corpus: a minute or two on two CPU ranks
 LORA_LEARNING_RATE = 2e-4  # few parameters, starting from zero: about ten times that of full training
+ADAPTED = {
+    "clm": "CAUSAL_LM", "classification": "SEQ_CLS", "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+}  # fmt: skip
+"""PEFT's name by task: with it, a new head is trained and saved, too."""
 DEFAULT_MODEL = {"clm": "gpt2-tiny"}
 """By task; every other task has bert-tiny."""
 
@@ -164,11 +169,15 @@ def adapted(model: PreTrainedModel, script: ScriptArguments) -> nn.Module:
     with examples():
         from peft import LoraConfig, get_peft_model
     targets = script.lora_targets
+    every = targets == ["all-linear"]
+    # PEFT trains the new head itself, and keeps all-linear off that of sequence classification alone.
+    heads = [name for name in ("classifier", "score", "qa_outputs") if hasattr(model, name)]
     config = LoraConfig(
         r=script.lora_rank,
         lora_alpha=2 * script.lora_rank,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-        task_type={"clm": "CAUSAL_LM", "classification": "SEQ_CLS"}.get(script.task),
+        target_modules="all-linear" if every else targets,
+        exclude_modules=heads if every and script.task in ("token-classification", "question-answering") else None,
+        task_type=ADAPTED.get(script.task),
     )
     try:
         return get_peft_model(model, config)

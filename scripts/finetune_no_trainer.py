@@ -30,6 +30,7 @@ from common.console import (
 )
 
 from hf_zero.config import size_text
+from hf_zero.plan.shapes import CONFIGS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -149,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts = load_text(args.dataset) if args.dataset else embedded_corpus("clm")
         column = pick_column(texts["train"], None, ("text",), "a column called 'text'")
         vocabulary = min(config.vocab_size, 16384)
-        tokenizer = load_tokenizer(None, config.model_type, texts["train"], column, vocabulary, max_positions(config))
+        source = None if args.model in CONFIGS else args.model
+        tokenizer = load_tokenizer(source, config.model_type, texts["train"], column, vocabulary, max_positions(config))
         data = language_modeling("clm", texts, column, tokenizer, args.block_size, limits=(None, 128))
     set_seed(42)
     model = load_model("clm", args.model, config, tokenizer)

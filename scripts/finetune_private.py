@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from train_mlp import accuracy, flags, load, mlp, rows_of, start
 
 import hf_zero as zero
@@ -169,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     device = start()
     images = load(options)
+    size = min(options.max_train_samples or len(images.train), len(images.train))  # type: ignore[arg-type]
+    train = Subset(images.train, range(size))
     model = mlp(options.hidden, len(images.labels)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate)  # Adam would see noise in every state
     config = zero.ZeroConfig(stage=options.zero_stage, offload_optimizer=options.zero_offload_optimizer)
@@ -178,19 +180,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     # Of its own on every rank: equal noise would be known, and would add up to more than it is accounted as.
     seed = secrets.randbits(62) if options.seed is None else options.seed * world + rank
     noise, draws = torch.Generator(device).manual_seed(seed), torch.Generator().manual_seed(seed + (1 << 62))
-    probability = min(1.0, options.batch_size / len(images.train))  # type: ignore[arg-type]
+    probability = min(1.0, options.batch_size / size)
     epsilon = spent(options.noise_multiplier, probability, options.max_steps, options.delta)
     if rank == 0:
         print(f"({epsilon:.2f}, {options.delta:g})-differentially private after {options.max_steps} steps", flush=True)
     for _ in range(options.max_steps):
-        pixels, classes = rows_of(images.train, poisson(images.train, rank, world, probability, draws), device)
+        pixels, classes = rows_of(train, poisson(train, rank, world, probability, draws), device)
         private_backward(
             engine,
             pixels,
             classes,
             max_grad_norm=options.max_grad_norm,
             noise_multiplier=options.noise_multiplier,
-            expected=probability * len(images.train),  # type: ignore[arg-type]
+            expected=probability * size,
             generator=noise,
             each=options.noise == "each",
         )

@@ -64,10 +64,6 @@ def answer_help(
     sys.exit(0)
 
 
-def asks_for_help(argv: Sequence[str]) -> bool:
-    return bool(set(argv) & set(_HELP))
-
-
 def without_help(argv: Sequence[str]) -> list[str]:
     return [word for word in argv if word not in _HELP]
 

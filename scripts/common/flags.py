@@ -61,9 +61,11 @@ def parse_flags(
     parser.set_defaults(**defaults(script, given))
     print_all_help(argv, parser)
     # Checked before the dataclasses are built: building TrainingArguments starts the process group.
-    _, unknown = parser.parse_known_args(list(argv))
+    found, unknown = parser.parse_known_args(list(argv))
     if unknown:
         raise UserError(f"unknown argument {unknown[0]!r}; {_hint(unknown[0].split('=')[0], parser)}")
+    if found.load_best_model_at_end:
+        parser.set_defaults(**_saved_as_evaluated(found, given))
     script, args = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     check_settings(args)
     return script, args
@@ -134,9 +136,15 @@ def run_defaults(
             chosen["max_steps"] = steps
             if not set(given) & {"save_steps", "save_total_limit", "load_best_model_at_end"}:
                 chosen["save_strategy"] = "no"  # the trained model is saved at the end in any case
-    if "load_best_model_at_end" in given:  # which needs a checkpoint at every evaluation
-        if set(given) & {"eval_strategy", "eval_steps", "save_strategy", "save_steps"}:
-            del chosen["eval_steps"]
-        else:
-            chosen["save_steps"] = chosen["eval_steps"]
+    return chosen
+
+
+def _saved_as_evaluated(args: argparse.Namespace, given: Collection[str]) -> dict[str, Any]:
+    """Return what was not given of when to save and evaluate: the best model needs a checkpoint at every evaluation."""
+    chosen = {}
+    for one, other in (("eval_strategy", "save_strategy"), ("eval_steps", "save_steps")):
+        source, target = (other, one) if other in given else (one, other)
+        value = getattr(args, source)
+        if target not in given and getattr(value, "value", value) not in ("no", "best"):
+            chosen[target] = value
     return chosen

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,7 +115,11 @@ def test_gradients_are_clipped_by_sample_and_have_the_noise_that_is_claimed(
 
 def private(rank: int, world: int, folder: Path) -> float:
     words = ["--max-steps=3", "--batch-size=30", "--seed=1", f"--output-dir={folder}", "--zero-stage=3"]
-    return finetune_private.main([*words, "--noise-multiplier=0"])["epsilon"]
+    words += ["--max-train-samples=40", "--noise-multiplier=0"]
+    with mock.patch.object(finetune_private, "poisson", wraps=finetune_private.poisson) as sampled:
+        epsilon = finetune_private.main(words)["epsilon"]
+    assert [(len(call.args[0]), call.args[3]) for call in sampled.call_args_list] == [(40, 0.75)] * 3
+    return epsilon
 
 
 def test_no_noise_is_no_privacy(pools: dict[int, RankPool], tmp_path: Path) -> None:

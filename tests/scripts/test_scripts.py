@@ -22,11 +22,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
     TrainingArguments,
     default_data_collator,
 )
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import finetune
 import finetune_no_trainer
+from common.models import AUTO_MODELS
 
 import hf_zero as zero
 from tests.kit.launch import fork_ranks
@@ -214,7 +217,6 @@ def test_accelerate_launch_as_typed_on_a_dataset_and_model_of_ones_own(place: Pa
 @pytest.mark.wide
 def test_lora_saves_an_adapter_that_peft_loads(place: Path, plain: Path) -> None:
     from peft import PeftModel
-    from safetensors.torch import load_file
 
     common = [FINETUNE, *SMALL, "--zero-stage=3", "--output-dir=adapter", "--model", str(plain), "--lora"]
     on_ranks([*common, "--lora-rank=4", "--lora-targets", "c_attn", "c_proj"], place)
@@ -243,10 +245,38 @@ def test_lora_has_a_learning_rate_of_its_own() -> None:
     assert finetune.parse([*words, "--learning-rate=1e-3"])[1].learning_rate == 1e-3
 
 
-def test_the_best_model_needs_no_more_than_the_steps() -> None:
-    words = ["--load-best-model-at-end=true", "--metric-for-best-model=loss", "--save-steps=2", "--eval-steps=2"]
-    _, args = finetune.parse(words)
-    assert (args.eval_strategy, args.eval_steps, args.save_steps) == ("steps", 2, 2)
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ("steps", 0.25, "steps", 0.25)),
+        (["--save-steps=2", "--eval-steps=2"], ("steps", 2, "steps", 2)),
+        (["--save-steps=25"], ("steps", 25, "steps", 25)),
+        (["--eval-steps=30"], ("steps", 30, "steps", 30)),
+        (["--save-strategy=epoch"], ("epoch", 0.25, "epoch", 0.25)),
+        (["--eval-strategy", "epoch"], ("epoch", 0.25, "epoch", 0.25)),
+        (["--save-strategy=best"], ("steps", 0.25, "best", 0.25)),
+    ],
+)
+def test_the_best_model_is_saved_where_it_is_evaluated(words: list[str], expected: tuple[object, ...]) -> None:
+    _, args = finetune.parse(["--load-best-model-at-end=true", "--metric-for-best-model=loss", *words])
+    assert (args.eval_strategy, args.eval_steps, args.save_strategy, args.save_steps) == expected
+
+
+@pytest.mark.parametrize("task", ["classification", "token-classification", "question-answering"])
+def test_lora_trains_and_saves_a_new_head(task: str, tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
+    script = finetune.ScriptArguments(task=task, lora=True, model="some/model")
+    model = finetune.adapted(AUTO_MODELS[task].from_config(config), script)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    head = "qa_outputs" if task == "question-answering" else "classifier"
+    assert {name for name in saved if head in name} == {
+        f"base_model.model.{head}.{part}" for part in ("bias", "weight")
+    }
+    assert {name.rpartition(".")[2] for name, p in model.named_parameters() if head in name and p.requires_grad} == {
+        "bias",
+        "weight",
+    }
 
 
 def flags_in(text: str) -> dict[str, str]:
@@ -318,7 +348,7 @@ def test_help_answers_at_once_and_cuts_nothing(name: str, place: Path) -> None:
 
 
 @pytest.mark.wide
-def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
+def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path, plain: Path) -> None:
     (place / "own.txt").write_text(Path(finetune.__file__).read_text() * 8)
     small = [
         "--max-steps=4",
@@ -327,12 +357,14 @@ def test_no_trainer_on_two_ranks_saves_and_resumes(place: Path) -> None:
         "--accumulation=2",
         "--output-dir=loop",
         "--save-steps=2",
+        f"--model={plain}",
     ]
     output = torchrun([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=3"], place)
     before, after = (float(word.replace(",", "")) for word in output.split("perplexity")[1].split("│")[1].split("→"))
     assert after < before
     AutoModelForCausalLM.from_pretrained(place / "loop")
-    AutoTokenizer.from_pretrained(place / "loop")
+    saved, own = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (place / "loop", plain))
+    assert saved == own
     weights = (place / "loop" / "model.safetensors").read_bytes()
     shutil.rmtree(place / "loop" / "checkpoints" / "checkpoint_4")
     on_ranks([NO_TRAINER, *small, "--dataset=own.txt", "--zero-stage=2", "--resume"], place)
