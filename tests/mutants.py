@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         "a third backward hides that the second one raised",
         "engine/schedule.py",
-        "            self._has_run_backward = not self._is_first",
-        "            self._has_run_backward = False",
+        "            self._has_run = not self._is_first",
+        "            self._has_run = False",
         program("failures"),
     ),
     Mutant(

@@ -70,6 +70,11 @@ class Freezing(Observer):
             if unit.follow_flags(keeps=keeps):
                 self._changed[unit] = None  # frozen, with gradients: looked at again until it has none
             self._marks[unit] = _mark_of(unit)
+        for binding in self._engine.bindings:
+            for segments, params in zip(binding.segments, binding.originals):
+                for segment in [each for each in segments if not each.members]:  # of no span's list
+                    segment.tensor.requires_grad_(any(param.requires_grad for param in params))
+                    segment.show_flag()
         marks = b"".join(mark.to_bytes(4, "little") for mark in self._marks.values())
         self._engine.context.flags_mark = zlib.crc32(marks) & 0x7FFFFFFF
 

@@ -78,7 +78,7 @@ class Gradients(Observer):
     def grad_assigned(self, param: nn.Parameter, grad: Tensor | None) -> bool:
         place = _place(param)
         span, index, bucket = place.span, place.index, place.span.bucket
-        if backward_id() >= 0 or not span.trainable:
+        if backward_id() >= 0 or not (span.trainable or bucket.grad is not None):
             return False
         if grad is None:
             self._clear(place)
@@ -91,7 +91,8 @@ class Gradients(Observer):
             raise StateError(
                 f"a gradient of shape {tuple(grad.shape)} was assigned to {span.name_of(index)!r} of {tuple(param.shape)}"
             )
-        if bucket.grad is None and have_local([bucket]):  # this rank's own, to be reduced
+        # Decided by what all ranks have in common: on one of them a backward may not have come to the parameter.
+        if bucket.grad is None and (have_local([bucket]) or self.engine.schedule.holds_gradients):
             held = bucket.held(index)
             if held is not None:
                 held.copy_(grad)

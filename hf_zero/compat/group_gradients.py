@@ -118,6 +118,14 @@ class GroupGradients(Observer):
             if not any(each.has_grad for each in group):  # all of the group is cleared, on every rank
                 for param in params:
                     param.grad = None
+        elif self.engine.schedule.holds_gradients:
+            segment.is_cleared = True
+            group, params = self._group_of(segment)
+            if all(each.is_cleared for each in group):  # what `no_sync` left of the group, on every rank
+                for param in params:
+                    param.grad = None
+                for each in group:
+                    each.is_cleared = False
         segment.show_grad()
         return True
 

@@ -74,6 +74,11 @@ class Writes(Observer):
             for unit in self._units:
                 self._find(unit)
 
+    def before_load(self) -> None:
+        """Forget edits: ranks that made different ones get the same values."""
+        self._mark = 0
+        self._edits.clear()
+
     def unit_released(self, unit: Unit) -> None:
         self._find(unit)
         for span in unit.spans if self._marked or self._shown else ():

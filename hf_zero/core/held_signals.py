@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -49,8 +49,7 @@ class HeldSignals:
             self._restore()
         finally:
             arrived, self._arrived = self._arrived, []
-            for number in arrived:
-                signal.raise_signal(number)
+            _raise_all(arrived)
 
     def _restore(self) -> None:
         try:
@@ -68,3 +67,13 @@ class HeldSignals:
             self._handlers[number](number, frame)
         else:
             self._arrived.append(number)
+
+
+def _raise_all(numbers: Sequence[int]) -> None:
+    """Raise each signal, also where the handler of one before raises an exception."""
+    try:
+        if numbers:
+            signal.raise_signal(numbers[0])
+    finally:
+        if numbers:
+            _raise_all(numbers[1:])

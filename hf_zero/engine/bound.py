@@ -55,11 +55,13 @@ class BoundOptimizers:
         for binding in bindings:
             self._take(binding.optimizer)
         self._known: list[Tensor]
+        self._was_part_called: bool
         self._versions: list[int]
         self.mark_versions()
         self._read: dict[Segment, int] = {}
         """Segments whose `data` was read since the last step, with samples of their values."""
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
+        self._context.events.before_part.append(self._follow_once)
         self._context.events.segment_data_read.append(self._data_read)
 
     def detach(self) -> None:
@@ -300,8 +302,15 @@ class BoundOptimizers:
         if pinned is not None:
             pinned.renew()
 
+    def _follow_once(self, *_: object) -> None:
+        """Follow writes before the first part of the model that is called by itself after a step."""
+        if not self._was_part_called:
+            self._was_part_called = True
+            self.follow_writes()
+
     def mark_versions(self) -> None:
         """Take what was written to tensors in groups until now as known."""
+        self._was_part_called = False
         self._known, self._versions = self._current()
 
     def _current(self) -> tuple[list[Tensor], list[int]]:

@@ -210,7 +210,7 @@ class Engine:
         Args:
             set_to_none: False: gradients that exist become zeros.
         """
-        self.schedule.forget_gradients()
+        self.schedule.forget_gradients(self.optimizers if optimizer is None else [optimizer], self.optimizers)
         if not set_to_none:
             self.wait_for_host_steps()
         chosen = [each for each in self.bindings if optimizer is None or each.optimizer is optimizer]
@@ -324,6 +324,9 @@ class Engine:
         with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
             for event in self.events.before_save:
                 event()
+        self.context.wire.watch.gathers = 0
+        for event in self.events.before_load:
+            event()
 
     def finish_step(self) -> None:
         """Wait as `wait_for_host_steps`, then raise on every rank what any rank has noted.

@@ -295,7 +295,9 @@ def _segments_for(
             out.append(part)
             for index in part.members:
                 missing[index] = None
-    made = first_segments(span, missing)
+    # Between a backward and its step, a segment has gradients as a whole, or none.
+    present = span.bucket.present if span.bucket.grad is not None else [True] * len(missing)
+    made = first_segments(span, [each and (each, has) for each, has in zip(missing, present)])
     for segment in made:
         segment.show_grad()
     return sorted([*out, *made], key=lambda segment: (segment.start, segment.stop))

@@ -31,7 +31,7 @@ class Observer:
         `before_gather(unit)`, `unit_gathered(unit)`, `unit_released(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
-        `before_save()`: masters are about to be read, or written in part.
+        `before_save()`: masters are about to be read, or written in part. `before_load()`: all will be the same everywhere.
         `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
@@ -92,6 +92,7 @@ class Events:
     masters_written: list[Callable[..., None]]
     writes_dropped: list[Callable[..., None]]
     master_read: list[Callable[..., None]]
+    before_load: list[Callable[[], None]]
     before_unsharded: list[Callable[[], None]]
     sharded_read: list[Callable[..., Any]]
     data_read: list[Callable[..., None]]

@@ -153,6 +153,10 @@ class ShardedParameter(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def _set_requires_grad(self, trains: bool) -> None:
         was = _REQUIRES_GRAD.__get__(self)
         _REQUIRES_GRAD.__set__(self, trains)

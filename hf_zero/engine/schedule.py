@@ -14,7 +14,7 @@ Python work of this file grows with units, never with parameters, but for class 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,14 +30,14 @@ from .context import Context
 from .graph import GONE, backward_id, calls_of, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
 from .reduces import Reduces
 from .tape import HIGHEST, Calls, Tape, Token, Use, Walk
-from .unit import State, Unit
+from .unit import State, Unit, have_gradients
 
 
 class Schedule:
     """Runs the units of one model.
 
     Args:
-        after_sync: called when the reduced gradients of a backward are complete, the same on every rank.
+        after_sync: called when a backward's reduced gradients are complete, the same on every rank.
 
     Attributes:
         sync: False inside `no_sync`.
@@ -57,7 +57,8 @@ class Schedule:
         self.in_backward = False
         self._task = -1
         self.holds_gradients = False
-        self._has_run_backward = False  # since the last step
+        self._has_run = False  # since gradients were cleared
+        self._cleared: set[object] = set()  # optimizers whose gradients were, after the last backward
         self._may_have_missed = True  # a forward since the last flush has a graph; parameters may come with gradients
         self._keeps_graph = False  # the backward builds a graph of itself
         # Forward
@@ -110,7 +111,8 @@ class Schedule:
         self._begin_forward()
         self._running = [0] * len(self.units)
         self._awaited = [(1 << len(unit.hosts)) - 1 for unit in self.units]
-        self._last_order, self._order = self._order, []
+        if not self.context.is_unsharded:  # inside, one rank alone may run a forward
+            self._last_order, self._order = self._order, []
 
     def _begin_forward(self) -> None:
         self._keeps = torch.is_grad_enabled()
@@ -183,7 +185,7 @@ class Schedule:
             unit.allow_reads()
             if not in_backward:
                 self._prefetch(unit)
-        if not in_backward and self._depth:
+        if not in_backward and self._depth and not self.context.is_unsharded:
             self._order.append(unit)
         use = None
         # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
@@ -271,10 +273,11 @@ class Schedule:
         if self.in_backward:
             return
         self.context.refuse_unsharded("a backward")
-        self._is_first = not self._has_run_backward
+        self._is_first = not (self._has_run and (self._lost or self.holds_gradients or have_gradients(self.units)))
         if self._is_first:  # one that raised before was the only one: this takes its place
             self._lost = None
-        self.in_backward = self._has_run_backward = True  # before what may raise: `recover` asks for it
+        self.in_backward = self._has_run = True  # before what may raise: `recover` asks for it
+        self._cleared.clear()
         self._wire.watch.phase = "backward"
         self._task = backward_id()
         self._keeps_graph = torch.is_grad_enabled()
@@ -442,7 +445,7 @@ class Schedule:
         try:
             for event in self.events.before_backward:
                 event()
-            self.in_backward, self._has_run_backward, self._is_first = True, True, False
+            self.in_backward, self._has_run, self._is_first = True, True, False
             self._list_uses()  # other ranks may be in a backward whose hooks this rank has missed
             self._pass_uses()
             self._release_prefetched()
@@ -450,14 +453,15 @@ class Schedule:
         finally:
             self.sync = sync
 
-    def forget_gradients(self) -> None:
-        """Forget backwards that raised: all gradients of this step are cleared."""
+    def forget_gradients(self, cleared: Iterable[object], bound: Iterable[object]) -> None:
+        """Forget backwards that raised, once the gradients of all `bound` optimizers are cleared."""
         self.recover()
-        self._lost, self._has_run_backward = None, False
+        self._cleared.update(cleared)
+        if self._cleared.issuperset(bound):
+            self._lost, self._has_run = None, False
 
     def stepped(self) -> None:
         """Forget the passes of a step: the optimizer has used the gradients."""
-        self._has_run_backward = False
         self.tape.clear()
         self._keeps_graph = False
 
@@ -480,7 +484,7 @@ class Schedule:
         if self.in_backward:
             others = "" if self._is_first else ", and those of earlier backwards of the step with them"
             self._lost = f"a backward of this step raised: its gradients are gone{others}"
-            self._has_run_backward = not self._is_first
+            self._has_run = not self._is_first
             if self.context.has_updated:
                 self.context.failure = "a backward raised after step_in_backward had updated some units"
             self.reduces.drop()

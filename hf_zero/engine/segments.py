@@ -46,6 +46,10 @@ class SegmentTensor(nn.Parameter):
                 return
         set_raw_grad(self, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @property
     def data(self) -> Tensor:
         values = raw_data(self)

@@ -277,3 +277,8 @@ class Unit:
         entered: AbstractContextManager[object] = profiler.record_function(f"hf_zero::{what} {self.name}")
         entered.__enter__()
         return entered
+
+
+def have_gradients(units: Sequence[Unit]) -> bool:
+    """Return whether some gradients were reduced and not cleared. The same on every rank."""
+    return any(span.bucket.grad is not None for unit in units for span in unit.trained)
