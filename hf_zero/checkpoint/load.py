@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from ..optimizers.facts import options_added, refusal_of, states_of
 from .files import Field, read_json
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
-from .ranges import MASTER, OptimizerState, Parameters, ParameterState, Range, Reader, ranges_of
+from .ranges import MASTER, Fillable, OptimizerState, ParameterState, Range, Reader, ranges_of
 from .safetensors import Stored
 from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, is_ours
 from .weights import Located, WeightFormat, checked_header, extra_states, find_weights, persistent_buffers
@@ -77,7 +77,7 @@ class Loading:
         return find_weights(self.folder, stem, self.manifest, verify=self.verifies).tensors
 
     def weights(
-        self, parameters: Parameters, model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
+        self, parameters: Fillable, model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
     ) -> Located:
         """Load parameters into the masters and buffers into the model. The caller updates copies of the masters.
 

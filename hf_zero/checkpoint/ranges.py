@@ -49,7 +49,15 @@ class ParameterState:
     scalars: Mapping[str, Any]
 
 
-class Parameters(Protocol):
+class Fillable(Protocol):
+    """Parameters of one model, by their first names, that a load fills."""
+
+    def to_fill(self) -> Iterable[NamedPiece]:
+        """Return the pieces of each master that a load fills: this rank's."""
+        ...
+
+
+class Parameters(Fillable, Protocol):
     """The parameters of one model, by their first names."""
 
     def spec(self, name: str) -> ParamSpec:
@@ -58,10 +66,6 @@ class Parameters(Protocol):
 
     def written(self, rank: int, size: int) -> Iterable[NamedPiece]:
         """Return the pieces of each master that this rank writes. All ranks together write every element once."""
-        ...
-
-    def to_fill(self) -> Iterable[NamedPiece]:
-        """Return the pieces of each master that a load fills: this rank's."""
         ...
 
     def shares(self, name: str) -> Iterable[tuple[int, Extent[Callable[[], Tensor]]]]:

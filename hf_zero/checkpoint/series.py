@@ -51,6 +51,10 @@ class CheckpointSeries:
                 found.append((int(match[1]), path))
         return [path for _, path in sorted(found)]
 
+    def next_number(self) -> int:
+        """Return the number after the highest existing one."""
+        return max((int(path.name.removeprefix(self.prefix)) + 1 for path in self.folders()), default=0)
+
     def newest_whole(self, wire: Wire) -> Path | None:
         """Return the newest complete checkpoint that rank 0 sees; None if there are no checkpoints. A collective.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..checkpoint.load import Loading
+from ..checkpoint.ranges import NamedPiece
 from ..checkpoint.save import Saving, is_ours, optimizer_folder
 from ..checkpoint.series import CheckpointSeries
 from ..checkpoint.weights import StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
+from ..core.layout import Extent
 from ..engine.pieces import ParameterPieces
 from ..engine.saving import open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
+from ..tiers.array import fetch, flat_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
     bare_optimizer,
@@ -145,11 +148,13 @@ class ZeroStateMixin(AcceleratorBase):
         if series is not None:
             target = series.folder / f"{series.prefix}{self.save_iteration}"
             with on_all_ranks(engine.wire, f"saving to {target}") as report:
-                report.mine = target.exists()
-            if report.everyone[0]:
+                report.mine = target.exists(), series.next_number()
+            exists, following = report.everyone[0]
+            # A load that skipped a damaged folder continues from an older one: the next save replaces the damaged one.
+            if exists and series.why_broken(engine.wire, target) is None:
                 raise ValueError(
-                    f"Checkpoint directory {target} ({self.save_iteration}) already exists. Please manually override "
-                    "`self.save_iteration` with what iteration to start with."
+                    f"Checkpoint directory {target} ({self.save_iteration}) already exists and is complete. Set "
+                    f"accelerator.project_configuration.iteration = {following} to continue after the existing ones."
                 )
         parent: Any = super()
         try:
@@ -247,7 +252,7 @@ class ZeroStateMixin(AcceleratorBase):
                 elif engine is not None:
                     _load_weights(loading, engine, strict, inside)
                 else:
-                    model.load_state_dict(load_file(folder / inside / "model.safetensors"), strict=False)
+                    _load_unsharded(loading, model, strict, inside)
             models.clear()
 
         # Must be the last hook: models that another hook loaded are no longer in the list. An empty list keeps accelerate
@@ -305,6 +310,36 @@ def _load_weights(loading: Loading, engine: Engine, strict: bool, folder: str) -
         loading.weights(pieces, engine.model, form, strict=strict, folder=folder)
     finally:
         engine.refresh()
+
+
+class _Everything:
+    """The parameters of a model without an engine, of which every rank has all elements, as `Fillable`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = dict(model.named_parameters())
+        self._flat = {name: flat_of(param) for name, param in self._params.items()}
+
+    def to_fill(self) -> Iterator[NamedPiece]:
+        for name, values in self._flat.items():
+            yield name, Extent(values, 0, 0, self._params[name].numel())
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Fill the parameters that are not contiguous, of which `to_fill` has copies."""
+        for name, param in self._params.items():
+            if not param.is_contiguous():
+                param.copy_(fetch(self._flat[name]).view(param.shape))
+
+
+def _load_unsharded(loading: Loading, model: nn.Module, strict: bool, folder: str) -> None:
+    form = format_of(model)
+    if "model" not in form.stems and not any(
+        (loading.folder / folder / f"{stem}.safetensors").is_file() for stem in form.stems
+    ):
+        form = StateDictFormat(model)  # adapters that were saved without an engine, with their base
+    everything = _Everything(model)
+    loading.weights(everything, model, form, strict=strict, folder=folder)
+    everything.put()
 
 
 def _load_plain(model: nn.Module, folder: Path, index: int, strict: bool) -> None:

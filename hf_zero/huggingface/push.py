@@ -76,11 +76,14 @@ class Pushes(TrainerBase):
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push as the stock Trainer does, with hf_zero's model card. Call it on every rank."""
         self._zero_wait_for_save()
+        asked = inspect.signature(Trainer.push_to_hub).bind(self, *args, **kwargs).arguments
         with on_all_ranks(open_wire(home_device()), "pushing to the Hub"):
             if self.is_world_process_zero():
                 if self.hub_model_id is None:
-                    self.init_hf_repo(token=kwargs.get("token"))
-                check_kind(self, kwargs.get("token"), kwargs.get("revision"))
+                    # The stock method would create the repository later, after the check.
+                    known = inspect.signature(Trainer.init_hf_repo).parameters
+                    self.init_hf_repo(**{name: asked.get(name) for name in ("token", "private") if name in known})
+                check_kind(self, asked.get("token"), asked.get("revision"))
         with uploading():
             return super().push_to_hub(*args, **kwargs)
 

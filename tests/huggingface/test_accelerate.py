@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import MixtralConfig, MixtralForCausalLM, ResNetConfig, ResNetForImageClassification
 
 import hf_zero as zero
 from tests.huggingface.test_plugin import refused
@@ -213,6 +213,39 @@ def test_load_state_passes_over_a_damaged_folder(tmp_path: Path) -> None:
     flip(folders[0].parent / "checkpoint_2" / "random_states_0.pkl")
     with pytest.raises(zero.CheckpointError, match=r"holds 2 checkpoint folders and none is complete"):
         accelerator.load_state()
+    project = accelerator.project_configuration
+    project.iteration = 2
+    accelerator.save_state()
+    zero.verify(folders[0].parent / "checkpoint_2")
+    project.iteration = 2
+    with pytest.raises(ValueError, match=r"complete. Set accelerator.project_configuration.iteration = 3 to"):
+        accelerator.save_state()
+
+
+def test_a_frozen_model_loads_at_every_stage(tmp_path: Path) -> None:
+    """Its experts are separate in the names of `save_pretrained`, and stacked in the model."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "num_local_experts": 2}
+
+    def built(seed: int, stage: int) -> tuple[Accelerator, nn.Module]:
+        AcceleratorState._reset_state(True)
+        torch.manual_seed(seed)
+        teacher = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).requires_grad_(False)
+        model = nn.Linear(2, 2)
+        accelerator = Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin(stage=stage))
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()), teacher)
+        return accelerator, teacher
+
+    for seed, (saves, loads) in enumerate([(3, 2), (2, 2), (2, 3)]):
+        accelerator, teacher = built(seed, saves)
+        expected = {name: value.clone() for name, value in teacher.state_dict().items()}
+        accelerator.save_state(str(tmp_path / str(seed)))
+        accelerator, teacher = built(seed + 7, loads)
+        accelerator.load_state(str(tmp_path / str(seed)))
+        assert distance(dict(teacher.state_dict()), expected) == 0.0
+    flip(tmp_path / "0" / "model_1" / "model.safetensors")
+    with pytest.raises(zero.CheckpointError, match=r"model.safetensors is damaged"):
+        built(9, 2)[0].load_state(str(tmp_path / "0"))
 
 
 def test_load_state_names_what_does_not_fit(tmp_path: Path) -> None:

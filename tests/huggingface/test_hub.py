@@ -382,6 +382,8 @@ def trainer(place: Path) -> None:
 
     Neither what a save has staged is pushed, nor the manifest of older weights.
     """
+    from huggingface_hub import HfApi
+
     repo, lora = "user/run", "user/lora_run"
     put(repo, **USER)
     zero.export(full(place, 5.0, max_shard_size="30KB"), push_to_hub=repo)
@@ -405,6 +407,11 @@ def trainer(place: Path) -> None:
     late.train()
     for work in (late.push_to_hub, run_at(lora, place / "refused", push_to_hub=True).train):
         assert_refused(work, "adapter_config.json")
+    late.hub_model_id, late.args.hub_model_id, late.args.hub_token = None, "user/hidden", "hf_bad"
+    late.push_to_hub("by position", True, TOKEN, None, True)
+    assert HfApi().model_info("user/hidden").private
+    late.hub_model_id, late.args.hub_model_id = None, lora
+    assert_refused(lambda: late.push_to_hub("by position", True, TOKEN), "adapter_config.json")
 
 
 @pytest.mark.parametrize(
