@@ -224,8 +224,9 @@ def verify(folder: str | os.PathLike[str], *, progress: Progress | None = None) 
 
 
 def is_being_saved(folder: Path) -> bool:
-    """Return whether `folder` holds a staging folder."""
-    return any(folder.glob(f"{SUFFIX}*"))
+    """Remove staging folders of dead jobs in `folder`; return whether it holds others."""
+    _remove_dead(folder.glob(f"{SUFFIX}*"))
+    return any(folder.glob(f"{SUFFIX}*"))  # a live job's, or unknown: without locks, or another user's
 
 
 def sync_tree(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import warnings
 from pathlib import Path
@@ -70,9 +71,15 @@ def test_the_oldest_go_and_a_damaged_one_before_them(run: Path) -> None:
     assert names(run) == ["checkpoint-4", "checkpoint-9", "other_99"]
     zero.prune_checkpoints(run, keep=1)
     assert names(run) == ["checkpoint-9", "other_99"]
-    (run / "checkpoint-11" / ".zero_saving-x").mkdir(parents=True)  # another job writes it
+    staging = run / "checkpoint-11" / ".zero_saving-x"
+    staging.mkdir(parents=True)
+    lock = os.open(staging, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # another job writes it
     zero.prune_checkpoints(run, keep=1)
     assert names(run) == ["checkpoint-11", "checkpoint-9", "other_99"]
+    os.close(lock)  # and dies
+    zero.prune_checkpoints(run, keep=1)
+    assert names(run) == ["checkpoint-9", "other_99"]
     with pytest.raises(zero.CheckpointError, match="at least 1 checkpoint, found keep=0"):
         zero.prune_checkpoints(run, keep=0)
 
