@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,7 @@ from .usage import Table, counters, facts, measure, predicted, process_bytes
 
 FORMAT = 1
 """Version of the format."""
+GIB = 1 << 30
 RECENT = 64
 """Number of steps whose medians a report shows."""
 
@@ -61,6 +62,17 @@ def rates(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     names = ("seconds", "samples", "tokens")
     seconds, samples, tokens = (statistics.median([value_at(step, name) for step in steps] or [0]) for name in names)
     return (samples / seconds, tokens / seconds) if seconds else (0.0, 0.0)
+
+
+def _logged(step: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a recorded step of which a log has the mean."""
+    waits, sent = step["wait_s"], step["bytes"]
+    return {
+        "step_s": step["seconds"],
+        "wait_s": sum(waits.values()),
+        "wait_collectives_s": sum(waits[name] for name in COLLECTIVES),
+        "sent_gib": sum(sent[name] for name in COLLECTIVES) / GIB,
+    }
 
 
 class Recorder:
@@ -107,6 +119,10 @@ class Recorder:
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._unlogged = 0
         """Steps since the last call of `logs`."""
+        self._sums: Counter[str] = Counter()
+        """Of the steps since the last call of `logs`, by metric."""
+        self._highest: Counter[str] = Counter()
+        """Highest bytes of the steps since the last call of `logs`, by tier."""
         self._started = time.perf_counter()
         self._ended: float | None = None
         self._began: float | None = None
@@ -163,11 +179,14 @@ class Recorder:
             "peak": {tier: {k: value for k, value in kinds.items() if value} for tier, kinds in counted.peak.items()},
             "process": dict(counted.process),
         }
-        for tier, kinds in counted.peak.items():
+        for name, kinds in counted.peak.items():
             for kind, value in kinds.items():
-                self.peak[tier][kind] = max(self.peak[tier].get(kind, 0), value)
+                self.peak[name][kind] = max(self.peak[name].get(kind, 0), value)
         self._recent.append(self.last)
         self._unlogged += 1
+        self._sums.update(_logged(self.last))
+        for tier in TIERS:
+            self._highest[tier.value] = max(self._highest[tier.value], counted.peak[tier.value].get("all", 0))
         self._write()
         self._forwards = self._evaluations = self._samples = self._tokens = 0
 
@@ -193,24 +212,14 @@ class Recorder:
 
     def logs(self) -> dict[str, float]:
         """Return metrics of the steps since the last call, for a logger: peak GiB, seconds and GiB sent per step."""
-        records, self._unlogged = [*self._recent][-self._unlogged :] if self._unlogged else [], 0
-        if not records:
+        if not self._unlogged:
             return {}
-        gib = 1 << 30
-        out = {
-            f"{tier.value}_gib": max(value_at(record, "peak", tier.value, "all") for record in records) / gib
-            for tier in TIERS
-        }
-        process = records[-1]["process"]
-        out |= {f"{name.replace(' ', '_')}_gib": value / gib for name, value in process.items()}
-
-        def mean(of: Callable[[dict[str, Any]], float]) -> float:
-            return sum(map(of, records)) / len(records)
-
-        out["step_s"] = mean(lambda record: record["seconds"])
-        out["wait_s"] = mean(lambda record: sum(record["wait_s"].values()))
-        out["wait_collectives_s"] = mean(lambda record: sum(record["wait_s"][name] for name in COLLECTIVES))
-        out["sent_gib"] = mean(lambda record: sum(record["bytes"][name] for name in COLLECTIVES)) / gib
+        out = {f"{name}_gib": value / GIB for name, value in self._highest.items()}
+        out |= {f"{name.replace(' ', '_')}_gib": value / GIB for name, value in self.last["process"].items()}
+        out |= {name: value / self._unlogged for name, value in self._sums.items()}
+        self._unlogged = 0
+        self._sums.clear()
+        self._highest.clear()
         return out
 
     # The file ---------------------------------------------------------------------------------------------------------

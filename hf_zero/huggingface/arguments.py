@@ -110,7 +110,7 @@ TRAINING_ARGUMENTS = (
         "optim",
         lambda args: str(getattr(args.optim, "value", args.optim)).startswith(("galore_", "apollo_")),
         "optim={found.value} keeps projector objects in its state, which no checkpoint has a place for; use an element-wise "
-        "optimizer such as adamw_torch, or optim=adafactor at zero_stage=0",
+        "optimizer such as adamw_torch or adafactor",
     ),
 )
 """Checked when a Trainer with the plugin is built."""

@@ -102,6 +102,9 @@ class ZeroCallback(TrainerCallback):
         self.record = record
         self.verbose = verbose
         self._shown = False
+        """This training has printed its start screen; the Trainer starts again after auto_find_batch_size."""
+        self._saved_at: int | None = None
+        """The step at which this training saved last."""
         self._first_step = 0
         self._began = 0.0
 
@@ -116,19 +119,19 @@ class ZeroCallback(TrainerCallback):
         trainer = calling_trainer()
         if trainer is not None:
             self._go_first(trainer)
-        self._first_step, self._began = state.global_step, time.perf_counter()
+        self._first_step, self._began, self._saved_at = state.global_step, time.perf_counter(), None
         folder = Path(str(args.output_dir), "_zero" if args.push_to_hub else "")
-        about = {"max_steps": state.max_steps, "batch_per_rank": args.per_device_train_batch_size}
+        about = {"max_steps": state.max_steps, "batch_per_rank": rows_of(args, state)}
         engine.record(folder if self.record else None, first_step=state.global_step, about=about)
         if self.report and state.is_world_process_zero and not self._shown:
-            self._shown = True  # the Trainer starts again after auto_find_batch_size
+            self._shown = True
             show(self._start_text(engine, args, state, trainer))
             if self.verbose:
                 show(str(engine.report()))
 
     def _start_text(self, engine: Engine, args: TrainingArguments, state: TrainerState, trainer: Any) -> str:
         sharers = "rank" if engine.config.sp_size == 1 else f"group of {engine.config.sp_size} ranks"
-        batch = f"{args.per_device_train_batch_size} rows per {sharers}"
+        batch = f"{rows_of(args, state)} rows per {sharers}"
         if args.gradient_accumulation_steps > 1:
             batch += f", {args.gradient_accumulation_steps} times per step"
         about = {"precision": engine.precision.short, "training": f"{state.max_steps:,} steps of {batch}"}
@@ -172,7 +175,11 @@ class ZeroCallback(TrainerCallback):
             numbers = {name: float(value) for name, value in logs.items() if is_number(value)}
             engine.recorder.log({name: value for name, value in numbers.items() if not name.startswith(PREFIX)})
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved_at = state.global_step
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._shown = False
         engine = _engine_in(kwargs)
         if engine is None:
             return
@@ -186,10 +193,16 @@ class ZeroCallback(TrainerCallback):
             return
         saved = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         steps, seconds = state.global_step - self._first_step, time.perf_counter() - self._began
-        folder, there = None if path is None else path.parent, saved if saved.is_dir() else None
+        folder = None if path is None else path.parent
+        there = saved if self._saved_at == state.global_step and saved.is_dir() else None
         show(end(report, steps, seconds, throughput, folder, there, _columns()))
         if self.verbose:
             show(report.comparison())
+
+
+def rows_of(args: TrainingArguments, state: TrainerState) -> int:
+    """Return the rows of a micro-batch; `auto_find_batch_size` may have chosen fewer than the arguments ask for."""
+    return (state.train_batch_size if args.auto_find_batch_size else None) or args.per_device_train_batch_size
 
 
 def _columns() -> int:
@@ -288,7 +301,7 @@ def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
         name: getattr(args, name)
         for name in _HYPERPARAMETERS
         if name != unused and isinstance(getattr(args, name, None), (int, float))
-    }
+    } | {"per_device_train_batch_size": rows_of(args, trainer.state)}
     return RunFacts(
         base_model=base if base and not Path(base).exists() else None,
         precision=report.precision,

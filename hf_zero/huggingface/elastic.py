@@ -38,7 +38,7 @@ class Batches:
     """Rows of an optimizer step.
 
     Attributes:
-        asked_rows: `per_device_train_batch_size` of the user's arguments.
+        asked_rows: `per_device_train_batch_size` of the user's arguments, or what `auto_find_batch_size` chose.
         asked_accumulation: `gradient_accumulation_steps` of the user's arguments.
         rows_per_step: over all ranks and micro-batches.
         steps_per_epoch: 0 if the data has no length.
@@ -50,10 +50,10 @@ class Batches:
     steps_per_epoch: int = 0
 
     @staticmethod
-    def of(args: TrainingArguments, steps_per_epoch: int = 0) -> Batches:
-        """Return the rows of a step as the arguments ask for them."""
-        rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        return Batches(rows, accumulation, rows * accumulation * _sharers(args), steps_per_epoch)
+    def of(args: TrainingArguments, rows: int | None = None) -> Batches:
+        """Return the rows of a step as the arguments ask for them, or with `rows` in a micro-batch."""
+        rows, accumulation = rows or args.per_device_train_batch_size, args.gradient_accumulation_steps
+        return Batches(rows, accumulation, rows * accumulation * _sharers(args))
 
     @staticmethod
     def of_fact(found: Any) -> Batches | None:
@@ -119,6 +119,7 @@ class KeepsBatches(TrainerBase):
     """A Trainer that saves the rows of a step in checkpoints and keeps them on another number of ranks."""
 
     args: Any
+    _train_batch_size: int
     _zero_batches: Batches | None = None
     """Rows of a step, inside `train`."""
     _zero_batches_were: Batches | None = None
@@ -189,5 +190,7 @@ class KeepsBatches(TrainerBase):
                     "before, with the same data"
                 )
         if self._zero_batches is not None:
+            if args.auto_find_batch_size:
+                self._zero_batches = Batches.of(args, self._train_batch_size)
             self._zero_batches = replace(self._zero_batches, steps_per_epoch=steps)
         return values

@@ -45,6 +45,7 @@ from ..comm.wire import Wire
 from ..compat.evaluation import cast
 from ..engine.saving import open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
+from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import PreemptionCallback, ZeroCallback, calling_trainer, facts_of
@@ -306,6 +307,8 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the stock Trainer does, with the weights of all ranks. A collective: call it on every rank."""
+        if self._zero_engine() is None and any(deferred_of(param) is not None for param in self.model.parameters()):
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if not _WRITER_ONLY or self.args.should_save or self._zero_engine() is None:
             return super().save_model(output_dir, _internal_call)
         self._zero_saved = False

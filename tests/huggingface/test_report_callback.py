@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainerCallback
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 import hf_zero as zero
 from hf_zero.cli.main import main
@@ -81,6 +81,9 @@ def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert str(tmp_path) not in json.dumps([facts, *rest])
     assert (facts["kind"], facts["stage"], facts["predicted"]["backward_per_step"]) == ("facts", 3, 2)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for entry, covered in zip(of_training, (steps[:2], steps[2:]), strict=True):
+        assert entry["zero/step_s"] == pytest.approx(sum(step["seconds"] for step in covered) / 2)
+        assert entry["zero/device_gib"] == max(step["peak"]["device"]["all"] for step in covered) / 2**30
     assert [step["forwards"] for step in steps] == [2, 2, 2, 2]
     assert steps[2]["evaluations"] > 0
 
@@ -93,6 +96,19 @@ def test_logs_file_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert engine.recorder is None, "nothing is measured after training"
     assert main(["report", str(tmp_path)]) == 0
     assert "host, optimizer" in capsys.readouterr().out
+
+
+def test_a_log_has_all_steps_since_the_previous_one() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = zero.shard(model, optimizer, zero.ZeroConfig(stage=2)).record()
+    seconds = []
+    for _ in range(80):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        seconds.append(recorder.last["seconds"])
+    assert recorder.logs()["step_s"] == pytest.approx(sum(seconds) / 80)
+    assert recorder.logs() == {}
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -211,13 +227,44 @@ def test_tables_for_those_who_ask(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_trainer_adds_the_callback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`hf-zero report` has data without a word in the program; a callback that the program passes stays the only one."""
-    train(tmp_path / "default", [])
+    (tmp_path / "default" / "checkpoint-4").mkdir(parents=True)  # of an older run
+    first = train(tmp_path / "default", [])
     assert [record["kind"] for record in steps_in(tmp_path / "default" / "zero_steps.jsonl")][-1] == "end"
-    assert capsys.readouterr().out.count("4 steps in ") == 1
+    text = capsys.readouterr().out
+    assert text.count("4 steps in ") == 1
+    assert "checkpoint-4" not in text
+    first.train()
+    assert "hf_zero: ZeRO stage 3 on 1 rank\n" in capsys.readouterr().out
     AcceleratorState._reset_state(True)
     run = train(tmp_path / "given", [zero.ZeroCallback(report=False)])
     assert sum(isinstance(callback, zero.ZeroCallback) for callback in run.callback_handler.callbacks) == 1
     assert "4 steps in " not in capsys.readouterr().out
+
+
+class NeedsRoom(GPT2LMHeadModel):
+    """Fits one row."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        if self.training and len(input_ids) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def test_the_batch_size_that_was_found_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"auto_find_batch_size": True, "max_steps": 1, "save_steps": 1}
+    args = arguments(tmp_path, None, zero.ZeroTrainingArguments, zero_stage=2, **settings)
+    with zero.Init():
+        model = NeedsRoom(gpt2().config)
+    run = Trainer(model, args, train_dataset=Tokens())
+    run.save_model(str(tmp_path / "before"))
+    assert NeedsRoom.from_pretrained(tmp_path / "before").num_parameters() == gpt2().num_parameters()
+    run.train()
+    assert capsys.readouterr().out.count("hf_zero: ZeRO stage 2 on 1 rank\n") == 1
+    saved = zero.verify(tmp_path / "checkpoint-1").facts["batches"]
+    assert (saved["asked_rows"], saved["rows_per_step"]) == (1, 1)
+    facts = json.loads((tmp_path / "checkpoint-1" / "zero_run.json").read_text())
+    assert facts["hyperparameters"]["per_device_train_batch_size"] == 1
+    assert steps_in(tmp_path / "zero_steps.jsonl")[0]["about"]["batch_per_rank"] == 1
 
 
 class Interrupts(TrainerCallback):
