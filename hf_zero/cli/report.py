@@ -189,15 +189,17 @@ def read_all(path: Path) -> list[Run]:
         )
     runs = sorted((read(each) for each in found), key=lambda run: (not run.steps, run.rank))
     last = runs[0] if runs[0].rank == 0 else min(runs, key=lambda run: run.age_s)
-    older = [run.rank for run in runs if run.steps and run.rank >= int(last.facts.get("world_size", run.rank + 1))]
-    runs = [run for run in runs if run.rank not in older]
+    ranks = int(last.facts["world_size"]) if last.facts else math.inf
+    older = [run for run in runs if run.steps and run.rank >= ranks and run is not last]
+    runs = [run for run in runs if run not in older]
     if older:
-        runs[0].notes.append(f"left out rank {', '.join(map(str, older))}: written by an earlier run with more ranks")
+        left_out = ", ".join(str(run.rank) for run in older)
+        runs[0].notes.append(f"left out rank {left_out}: written by an earlier run with more ranks")
     for run in runs:
         if not run.steps:
             run.notes.append(f"rank {run.rank}: its first step is not over yet")
-    if runs[0].steps and len(runs) < (ranks := int(runs[0].facts["world_size"])):
-        runs[0].notes.append(f"{len(runs)} of {ranks} ranks' files are here; the others are on other machines")
+    if runs[0].steps and len(runs) < (world_size := int(runs[0].facts["world_size"])):
+        runs[0].notes.append(f"{len(runs)} of {world_size} ranks' files are here; the others are on other machines")
     return runs
 
 
