@@ -124,7 +124,8 @@ class SameValues(Observer):
                 if segment.is_matrix and span.layout.shards > 1:
                     continue  # one owner each: there is nothing to compare
                 for key, value in binding.state_of(segment).items():
-                    found = plain(value) if segment.numel != 1 or key == "step" else None
+                    has_elements = segment.numel == (value.numel() if isinstance(value, Tensor) else 1)
+                    found = plain(value) if not has_elements or key == "step" else None
                     if found is not None:
                         for index in segment.members:
                             yield ("count", f"the optimizer's {key!r} of {_name(span, index)}"), found[0]

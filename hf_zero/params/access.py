@@ -106,6 +106,10 @@ class _Parameter:
         span.unit.release()  # before the write: what user code wrote to full parameters until now is older
         if self.part is not None:
             span.write(self.part.start, mine.to(self.dtype))
+        for (
+            event
+        ) in self.engine.events.writes_dropped:  # where the master is the parameter's memory, user code wrote it
+            event(span.unit)
         return None
 
     def follow(self) -> None:

@@ -182,3 +182,18 @@ def loaded_after_ranks_wrote_other_values(run: Run) -> None:
     run.forget_gradients()
     run.load(model)
     run.step(2)
+
+
+@program(reference="average", only={"deferred": (False,)}, tells=lambda row: row.stage in (1, 2))
+def parts_set_while_views_are_held(run: Run) -> None:
+    model = run.mlp()
+    held = [param.data for param in model.parameters()] if run.setting.stage < 3 else []
+    for param in (model[0].weight, model[2].weight):
+        if run.is_plain:
+            param.data.mul_(0.5)
+        else:
+            zero.set_local_parameter(param, zero.local_parameter(param) * 0.5)
+    if not run.is_plain:
+        run.engine_of(model).refresh()
+    run.loop(steps=2)
+    del held

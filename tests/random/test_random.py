@@ -105,6 +105,9 @@ FOUND = {
         6, "mlp:tensor:frozen", "write_block:247235 step:470244", Setting(stage=1, precision="bf16"),
         heads=2, root="position scale",
     ),
+    "short optimizer states of two ranks are compared under debug": case(
+        920238, "nested nested", "two_optimizers:818500", Setting(precision="bf16", debug=True)
+    ),
     "second backward over a weight that another block reads": case(
         32, "mlp reads", "step:897551 " * 5 + "retain_twice:664421", Setting(stage=3)
     ),
