@@ -120,7 +120,7 @@ class Recorder:
         self._unlogged = 0
         """Steps since the last call of `logs`."""
         self._sums: Counter[str] = Counter()
-        """Of the steps since the last call of `logs`, by metric."""
+        """Sums over the steps since the last call of `logs`, by metric."""
         self._highest: Counter[str] = Counter()
         """Highest bytes of the steps since the last call of `logs`, by tier."""
         self._started = time.perf_counter()

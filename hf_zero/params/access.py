@@ -106,9 +106,8 @@ class _Parameter:
         span.unit.release()  # before the write: what user code wrote to full parameters until now is older
         if self.part is not None:
             span.write(self.part.start, mine.to(self.dtype))
-        for (
-            event
-        ) in self.engine.events.writes_dropped:  # where the master is the parameter's memory, user code wrote it
+        # Where the master is the parameter's memory, this write would look like one of user code.
+        for event in self.engine.events.writes_dropped:
             event(span.unit)
         return None
 
