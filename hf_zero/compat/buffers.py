@@ -163,7 +163,7 @@ class Buffers(Observer):
         elif not self._backwards & (self._backwards - 1) or self._backwards % _EVERY == 0:
             self._compare(set())
         # With `_next`: one rank may have found twice what others never found, with equal values.
-        mark = (self._sum + zlib.crc32(repr(sorted(self._next)).encode())) & _MOST
+        mark = self._sum if not self._next else (self._sum + zlib.crc32(repr(sorted(self._next)).encode())) & _MOST
         return [mark, _MOST - mark]
 
     def _compare(self, written: set[int]) -> None:

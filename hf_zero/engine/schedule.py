@@ -54,8 +54,7 @@ class Schedule:
         self.defers = self.puts_off = False
         self._lost: str | None = None  # why gradients of this step are gone
         self._is_first = True  # of the backwards since the last step: if it raises, nothing else is gone
-        self.in_backward = False
-        self._task = -1
+        self.in_backward, self._task = False, -1
         self.holds_gradients = False
         self._has_run = False  # since gradients were cleared
         self._cleared: set[object] = set()  # optimizers whose gradients were, after the last backward
