@@ -20,6 +20,7 @@ from torch.autograd import profiler
 
 from ..comm.inflight import DONE, Inflight
 from ..errors import StateError, TierError
+from ..tiers.disk import settle
 from ..tiers.tier import Tier
 from .bucket import have_local
 from .context import Context
@@ -65,6 +66,8 @@ class Unit:
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
+        self._is_whole = True
+        """All that is under way is in these two. Else Ctrl-C came: there may be reads that nothing waits for."""
         self._reduces: list[tuple[Span, Inflight, Tensor, Tensor]] = []
         for span in spans:
             span.adopt_params(self)
@@ -87,19 +90,21 @@ class Unit:
         # All memory before the first message: without memory this raises with nothing under way.
         for span in self.spans:
             span.open(f"gathering unit {self.name!r}")
+        if not self._is_whole:
+            settle()
+        self._is_whole = False
         self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
         if not self._uses_disk:
             self._send()
-        self.state = State.GATHERING
+        self.state, self._is_whole = State.GATHERING, True
 
     def _send(self) -> None:
-        loads, self._loads = self._loads, []
-        for load in loads:
+        for number, load in enumerate(self._loads):
             try:
                 load.wait()
-                self._loads.append(load)
             except TierError as error:
                 # Other ranks wait for this slice: they get NaN, and every rank raises at the end of the pass.
+                self._loads[number] = DONE
                 self.context.note_failure(error)
                 for span in self.spans:
                     span.local.fill_(float("nan") if span.local.is_floating_point() else 0)
@@ -116,8 +121,13 @@ class Unit:
             event(self)
 
     def _wait(self) -> None:
-        if self._uses_disk:
+        if self._uses_disk and not self._gathers:
+            if not self._is_whole:
+                settle()
+                self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
+            self._is_whole = False
             self._send()
+            self._is_whole = True
         for transfer in (*self._loads, *self._gathers):
             transfer.close()  # user code may write from here on to what was sent
         self._loads, self._gathers = [], []
@@ -244,7 +254,8 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Wait for everything under way and forget all gradients, after a backward that failed."""
-        for transfer in (*self._loads, *self._gathers, *(move for _, move, _, _ in self._reduces)):
+        settle()  # what a disk still writes, the next backward writes again
+        for transfer in (*self._gathers, *(move for _, move, _, _ in self._reduces)):
             transfer.close()
         self._reduces = []
         if self.state is State.GATHERING:

@@ -40,6 +40,8 @@ class _Workers:
     def renew(self) -> None:
         """Start over, after a fork: threads do not survive it, and queued calls belong to the parent."""
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
+        self._live: dict[Call, None] = {}  # not ended
+        self._waiting: dict[Call, None] = {}  # not begun
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -48,7 +50,14 @@ class _Workers:
             while len(self._threads) < THREADS:
                 self._threads.append(threading.Thread(target=self._run, name="hf_zero disk", daemon=True))
                 self._threads[-1].start()
+        self._live[job] = self._waiting[job] = None
         self._queue.put(job)
+
+    def settle(self) -> None:
+        for job in list(self._waiting):  # Ctrl-C may have come before it was queued
+            self._queue.put(job)
+        for job in list(self._live):
+            job.ended.wait()
 
     def stop(self) -> None:
         """Drop queued calls and wait for running ones, for a limited time.
@@ -63,10 +72,13 @@ class _Workers:
         for thread in self._threads:
             thread.join(timeout=5)
         self._threads.clear()
+        self._live.clear()
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            job.run()
+            if self._waiting.pop(job, job) is None:  # else another thread has taken it
+                job.run()
+                del self._live[job]
             del job
 
 
@@ -80,6 +92,14 @@ def submit(call: Callable[[], None]) -> Call:
     job = Call(call)
     _WORKERS.submit(job)
     return job
+
+
+def settle() -> None:
+    """Wait until all transfers so far have ended, also those whose caller Ctrl-C kept from waiting.
+
+    They use memory that may be freed, or written again, after this.
+    """
+    _WORKERS.settle()
 
 
 def inflight(jobs: Sequence[Call], meter: Meter, kind: str) -> Inflight:

@@ -17,8 +17,10 @@ import torch.distributed as dist
 import hf_zero as zero
 from tests.faults.faults import CALLS, faults
 from tests.faults.operations import ON_DISK, TAIL, Job, refusal
-from tests.kit.injection import instead
+from tests.kit.injection import fails, instead
 from tests.kit.pool import RankPool
+from tests.programs.failures import Bomb, Failed
+from tests.regressions.test_failed_steps import Loop
 
 pytestmark = pytest.mark.gloo
 
@@ -60,6 +62,30 @@ def let_go(rank: int, world: int, place: Path) -> None:
 @pytest.mark.parametrize("work", [cut, let_go])
 def test_a_disk_that_fails_an_engine(work: Callable[..., None], two: RankPool, tmp_path: Path) -> None:
     two.run(work, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*is memory")
+def test_a_read_ahead_fails_in_a_backward_that_raises(tmp_path: Path) -> None:
+    """Each later call raised the error of that read again, `load` too."""
+    loop, fault = Loop(0, "disk, parameters too", str(tmp_path)), contextlib.ExitStack()
+    loop.steps(0, 1)
+    loop.engine.save(tmp_path / "saved")
+
+    def break_disk(*_: Any) -> None:
+        fault.enter_context(instead(os, preadv=fails(errno.EIO)))
+
+    blocks = loop.model.body.blocks
+    hooks = [
+        blocks[1].register_full_backward_pre_hook(break_disk),
+        blocks[1].up.register_forward_hook(lambda module, args, out: Bomb.apply(out)),
+    ]
+    with fault, pytest.raises(Failed):
+        loop.micro(5)
+    for hook in hooks:
+        hook.remove()
+    loop.engine.load(tmp_path / "saved")
+    loop.optimizer.zero_grad()
+    loop.steps(2)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 import hf_zero as zero
 from tests.kit.pool import RankPool
-from tests.models import LanguageModel
+from tests.models import LanguageModel, ids
 from tests.regressions.test_failed_steps import PLACES, Loop, equal, heard
 
 pytestmark = pytest.mark.gloo
@@ -100,6 +101,43 @@ def test_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, pla
 def test_many_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
     seed = random.randrange(1 << 30)
     assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=900) == [[]]
+
+
+def in_reads(rank: int, world: int, folder: str) -> list[int]:
+    """A handler that raises comes while a forward waits for a slow read; the next forward begins while the disk still reads.
+
+    Returns:
+        The reads after which the next forward had other values.
+    """
+    clean, loop = (Loop(rank, "disk, parameters too", folder) for _ in range(2))
+    tokens, preadv, left, wrong = ids(rank, 9), os.preadv, [0], []
+
+    def slow(*args: Any) -> int:
+        read = preadv(*args)
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGALRM)
+            time.sleep(0.2)
+        return read
+
+    with pytest.MonkeyPatch.context() as patch, heard(signal.SIGALRM, signal.default_int_handler):
+        patch.setattr(os, "preadv", slow)
+        for count in range(1, 7):
+            for each in (clean, loop):
+                each.steps(count)
+            expected = clean.model(tokens)
+            left[0] = count
+            with suppress(KeyboardInterrupt):
+                loop.model(tokens)
+            left[0] = 0
+            if not torch.equal(loop.model(tokens), expected):
+                wrong.append(count)
+    return wrong
+
+
+def test_interrupts_while_a_disk_reads(pools: dict[int, RankPool], tmp_path: Any) -> None:
+    """A unit that an interrupt left half read was used as it was; a late read wrote into memory that had been freed."""
+    assert pools[1].run(in_reads, str(tmp_path)) == [[]]
 
 
 Line = tuple[str, int]
