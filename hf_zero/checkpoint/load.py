@@ -21,9 +21,9 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..optimizers.facts import options_added, refusal_of, states_of
 from .files import Field, read_json
-from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, share
+from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, digest_of, share
 from .ranges import MASTER, Fillable, OptimizerState, ParameterState, Range, Reader, ranges_of
-from .safetensors import Stored
+from .safetensors import Stored, same_files, sampled
 from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, is_ours
 from .weights import Located, WeightFormat, checked_header, extra_states, find_weights, persistent_buffers
 
@@ -44,14 +44,17 @@ class Loading:
 
     Raises:
         CheckpointError: on every rank, with the file: missing, cut short, altered, or of another model.
+        RankMismatchError: ranks have other files under one name.
     """
 
     def __init__(self, wire: Wire, folder: str | os.PathLike[str], *, verify: bool = True) -> None:
         self._wire = wire
         self.folder = Path(folder)
         self._what = f"loading {self.folder}"
-        with on_all_ranks(wire, self._what):
+        with on_all_ranks(wire, self._what) as report:
             self.manifest = self._open()
+            report.mine = "" if self.manifest is None else digest_of(self.manifest.to_bytes())
+        same_files(report.everyone, self._what)
         self.verifies = verify
         self._reader = Reader(self.folder, self.manifest if verify else None)
         if verify:
@@ -91,12 +94,13 @@ class Loading:
         Returns:
             What was found, and what is missing or unexpected.
         """
-        with on_all_ranks(self._wire, self._what):
+        with on_all_ranks(self._wire, self._what) as report:
             stored = {
                 prefix + key: place
                 for stem, prefix in form.stems.items()
                 for key, place in self._find(f"{folder}/{stem}" if folder else stem).items()
             }
+            report.mine = sampled(stored) if self.manifest is None and self._wire.size > 1 else ""
             located = form.locate(stored)
             if strict and (located.missing or located.unexpected or located.mismatched):
                 wrong = [f"{key!r} is {found}, expected {shape}" for key, found, shape in located.mismatched[:5]]
@@ -105,6 +109,7 @@ class Loading:
                     f"{list(located.missing[:5])}, {len(located.unexpected)} unexpected {list(located.unexpected[:5])}, "
                     f"{len(located.mismatched)} of another shape {wrong}. Pass strict=False to load what fits"
                 )
+        same_files(report.everyone, self._what)
         with torch.no_grad(), on_all_ranks(self._wire, self._what):
             places = {
                 name: [Extent(stored[p.source], p.source_start, p.start, p.numel) for p in pieces]

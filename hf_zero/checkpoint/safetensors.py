@@ -14,7 +14,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..core.layout import itemsize
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankMismatchError
 from .files import open_plain, parse_json
 
 _ALIGN_BYTES = 8
@@ -125,6 +125,20 @@ def sampled(tensors: Mapping[str, Stored]) -> str:
         for file in files.values():
             os.close(file)
     return found.hexdigest()
+
+
+def same_files(digests: Sequence[str], what: str) -> None:
+    """Compare digests of the files that ranks have, in rank order.
+
+    Raises:
+        RankMismatchError: they differ.
+    """
+    for rank, theirs in enumerate(digests):
+        if theirs != digests[0]:
+            raise RankMismatchError(
+                f"{what}: the files of rank {rank} are not those of rank 0. Each rank reads its own part only: give every host "
+                "the same files"
+            )
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from transformers.integrations.accelerate import get_device
 
 from ..checkpoint.ranges import NamedPiece, Reader, ranges_of
-from ..checkpoint.safetensors import Stored, read_header, sampled
+from ..checkpoint.safetensors import Stored, read_header, same_files, sampled
 from ..checkpoint.weights import EXTRA_STATE
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
-from ..errors import ConfigError, LayoutError, RankMismatchError
+from ..errors import ConfigError, LayoutError
 from ..params.deferred import Deferred, closed, deferred_of, slice_bounds
 from ..params.init import Init
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
@@ -146,12 +146,7 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
             stored.update(header.tensors)
         planned = planned_load(model, stored, config, place=True)
         report.mine = sampled(stored) if init.wire.size > 1 else ""
-    for rank, theirs in enumerate(report.everyone):
-        if theirs != report.everyone[0]:
-            raise RankMismatchError(
-                f"{what}: the files of rank {rank} have other weights than those of rank 0 (here {files[0]}). Each rank reads "
-                "its own part only: give every host the same files"
-            )
+    same_files(report.everyone, f"{what} ({files[0]})")
     with torch.no_grad():
         wrong = {item[0] for item in planned.info.mismatched_keys}
         filling = _Filling(init.wire, model, stored, config.device_map, stamps if init.leaves_at_rest else None)
