@@ -50,7 +50,8 @@ class Staging:
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         # A link to a folder: the folder that it names is written.
-        self.target = Path(os.path.realpath(target) if os.path.islink(target) else os.path.abspath(target))
+        path = os.path.abspath(target)  # without a slash at the end, which would hide a link
+        self.target = Path(os.path.realpath(path) if os.path.islink(path) else path)
         self.root = Path()
         self._lock = -1
         self._state = ""  # of a target that is being replaced, for the error message
@@ -169,9 +170,11 @@ class Staging:
         """Remove the staging folder and release its lock. May be called again, and after `publish`."""
         if self._lock >= 0:
             # Must run under the lock: a job that finds the folder unlocked takes it for a dead job's.
-            shutil.rmtree(self.root, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            try:
+                shutil.rmtree(self.root, ignore_errors=True)
+            finally:  # after Ctrl-C, too: this process may save again
+                os.close(self._lock)
+                self._lock = -1
 
 
 Progress = Callable[[str, int, int], None]

@@ -14,7 +14,7 @@ from hf_zero import CheckpointError, verify
 from hf_zero.checkpoint.folder import Staging
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from tests.faults.faults import CHANGES, faults
-from tests.kit.injection import Forked
+from tests.kit.injection import Forked, instead
 
 OLD = [
     "config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
@@ -33,7 +33,7 @@ def fill(folder: Path, names: list[str], version: str) -> Manifest:
     return Manifest({name: digest_file(folder / name) for name in names}, {"made": version})
 
 
-def save(target: Path, names: list[str], version: str) -> None:
+def save(target: Path | str, names: list[str], version: str) -> None:
     staging = Staging(target)
     staging.open()
     try:
@@ -158,6 +158,18 @@ def test_staging_folders_of_dead_jobs_are_removed_and_live_ones_kept(tmp_path):
     assert left_overs(tmp_path) == []
 
 
+def test_a_process_saves_again_after_an_interrupt_of_the_removal(tmp_path):
+    def interrupt(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    staging = Staging(tmp_path / "a")
+    staging.open()
+    with instead(shutil, rmtree=interrupt), pytest.raises(KeyboardInterrupt):
+        staging.discard()
+    save(tmp_path / "a", NEW, "new")
+    assert left_overs(tmp_path) == []
+
+
 def test_two_saves_that_remove_left_overs_do_not_refuse_one_another(tmp_path):
     def run(name: str) -> None:
         for number in range(30):
@@ -216,8 +228,8 @@ def test_older_pickles_of_the_same_weights_go(tmp_path):
 def test_a_linked_folder_stays_linked(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    for version in ("old", "new"):
-        save(tmp_path / "link", NAMES[version], version)
+    for version, name in (("old", "link"), ("new", "link/")):
+        save(f"{tmp_path}/{name}", NAMES[version], version)
         assert (tmp_path / "link").is_symlink()
         assert version_of(tmp_path / "real", {}) == version
     (tmp_path / "dangling").symlink_to("nowhere")
