@@ -109,6 +109,8 @@ def load_state(item: Stateful, saved: Field) -> None:
                 entry.integer(2**53)
             elif name == "lr_lambdas":  # attributes of callables, of another kind where the schedule is another
                 entry.read_by(lambda found: [dict(each or {}) for each in found], "objects or null")
+            elif name == "best":  # of metrics: infinite before the first
+                entry.read_by(float, "a number")
             elif name in mine:
                 entry.like(mine[name])
             elif hasattr(type(item), name):

@@ -32,7 +32,7 @@ from ..optimizers.scalars import scalar
 from ..version import __version__
 from .files import naming
 from .folder import Staging
-from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, digest_file
+from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, check_name, digest_file
 from .ranges import OptimizerState, Parameters, ParameterState, Range, Writer, copy_to, ranges_of
 from .safetensors import Stored, build_header
 from .weights import Conversion, Entry, Files, split_files
@@ -259,6 +259,7 @@ class Saving:
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in _UNLISTED:
+                check_name(self.target, name)
                 # Digests of memory, where ranks wrote: a disk that altered bytes is found by the next load.
                 known = segments.get(path)
                 files[name] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..core.precision import dtype_name
@@ -16,6 +17,8 @@ def scalar(name: str, value: Any) -> Any:
     Raises:
         CheckpointError: JSON has no place for the value.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Tensor):
         if value.numel() > 1 or value.is_complex():
             raise CheckpointError(

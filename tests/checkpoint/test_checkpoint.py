@@ -143,6 +143,8 @@ def misfits(rank: int, world: int, folder: Path) -> None:
                     assert torch.equal(after[key], value), (name, key)
             if wrong is not None:
                 assert torch.equal(after[wrong], before[wrong])
+    with pytest.raises(zero.RankMismatchError, match="the files of rank 1 are not those of rank 0"):
+        engine.load(folder / ("missing", "shape")[rank], strict=False)
     with pytest.raises(zero.CheckpointError, match="nowhere is not a folder"):
         engine.load(folder / "nowhere")
     with pytest.raises(zero.CheckpointError, match="no weights"):
@@ -188,10 +190,15 @@ def objects(rank: int, world: int, folder: Path) -> None:
         "empty": torch.zeros(0, 2), "scalar": torch.tensor(7), "text": "ü\n", "big": 2**80, "none": {},
         "like ours": {"__tensor__": "x", "__tuple__": {"__tuple__": [1]}}, "ours": {"__pairs__": [[1, 2]]},
     }  # fmt: skip
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # its best metric is infinite before the first
     everything = {"scheduler": scheduler, "scaler": scaler, "odd": Odd(nested), "random.0": Odd({"x": torch.ones(1)})}
     for _ in range(3):
         scheduler.step()
-    engine.save(folder, objects=everything)
+    optimizer.param_groups[0]["lr"] = np.float32(0.1)
+    engine.save(folder, objects={**everything, "plateau": plateau})
+    plateau.step(0.5)
+    engine.load(folder, objects={"plateau": plateau})
+    assert (plateau.best, optimizer.param_groups[0]["lr"]) == (float("inf"), np.float32(0.1))
     fresh = torch.optim.lr_scheduler.StepLR(optimizer_of("adamw", Zoo()), 1, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     found, other = Odd(None), Odd(None)
@@ -210,6 +217,13 @@ def objects(rank: int, world: int, folder: Path) -> None:
     for state in ({"x": object()}, {"y": [{"z": open}]}):
         with pytest.raises(zero.CheckpointError, match=r"bad\.[xy]"):
             engine.save(folder, objects={"bad": Odd(state)})
+
+    class Writes(Odd):
+        def state_dict(self) -> Any:
+            (next(folder.glob(f".zero_saving-*/{folder.name}")) / "a\\b.txt").touch()
+
+    with pytest.raises(zero.CheckpointError, match="the file name"):  # no load would take it
+        engine.save(folder, objects={"bad": Writes(None)})
     train(model, optimizer, rank)
     own = {"model": model, "optimizer": optimizer}  # what is shared among the ranks
     before = full_values(model)
@@ -234,6 +248,8 @@ def without(rank: int, world: int, folder: Path) -> None:
     with pytest.raises(zero.CheckpointError, match="weights holds no optimizer state"):
         engine.load(folder / "weights", load_optimizer=True)
     engine.load(folder / "weights")
+    with pytest.raises(zero.RankMismatchError, match="the files of rank 1 are not those of rank 0"):
+        engine.load(folder / ("weights", "all")[rank], load_optimizer=False)
     engine.save(folder / "behind", async_save=True)
     if rank == 1:
         optimizer.state.clear()
