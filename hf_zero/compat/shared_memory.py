@@ -53,9 +53,12 @@ class SharedMemory(Observer):
 
 
 def _memory_of(name: str, param: nn.Parameter) -> Iterator[_Memory]:
-    if source_of(param) is not None or nn.parameter.is_lazy(param):
-        return  # its values are in parts on the ranks, or it has none yet
-    values = param.detach()
+    if nn.parameter.is_lazy(param):
+        return
+    source = source_of(param)
+    values = param.detach() if source is None else source.memory(param)
+    if values is None:
+        return  # in parts on the ranks
     if not values.numel() or values.is_meta or values.layout != torch.strided:
         return
     size = values.element_size()

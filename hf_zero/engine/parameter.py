@@ -62,6 +62,10 @@ class Source(Protocol):
         """Return all elements if they are in files and need no copy, else None. May differ between ranks."""
         ...
 
+    def memory(self, param: nn.Parameter) -> Tensor | None:
+        """Return the full values, where another tensor may share their memory; else None."""
+        ...
+
     def fill(self, param: nn.Parameter, target: Tensor, room: Tensor) -> None:
         """Write the full values to `target`. A collective.
 

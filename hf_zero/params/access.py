@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.agree import read
 from ..comm.wire import Wire
+from ..core.lazy_grad import DistributedGrad
 from ..engine.engine import engine_of
 from ..engine.parameter import Place, place_of
 from ..errors import RankMismatchError, StateError
@@ -61,14 +62,15 @@ class _Parameter:
     @torch.no_grad()
     def set(self, value: Tensor, *, local: bool) -> None:
         """Write this rank's elements, or a full value, a collective."""
+        value = _plain(value)
         if local:
             _fit(0 if self.part is None else self.part.numel, value, self.what)
-            reasons = [self.put(value.detach())]
+            reasons = [self.put(value)]
         else:
             with self.wire.watch.doing(f"{self.what}()"):
                 _same_everywhere(self.param, value, self.wire, self.what)
                 self.prepare()
-                flat = value.detach().reshape(-1)
+                flat = value.reshape(-1)
                 mine = flat[:0] if self.part is None else flat[self.part.there]
                 reasons = self.wire.exchange(self.read(lambda: self.put(mine)))
                 self.follow()
@@ -253,13 +255,19 @@ def _single(value: Any) -> Tensor | None:
     return torch.as_tensor(_on_cpu(value), device="cpu")
 
 
+def _plain(value: Any) -> Tensor:
+    """Return a tensor with memory: lazy gradients have none."""
+    value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    return value.clone() if isinstance(value, DistributedGrad) else value
+
+
 def _fit(numel: int, value: Tensor, what: str) -> None:
     if tuple(value.shape) != (numel,):
         raise StateError(f"{what}: this rank owns {numel} elements, found a value of shape {tuple(value.shape)}")
 
 
 def _same_everywhere(param: nn.Parameter, value: Tensor, wire: Wire, what: str) -> None:
-    answers = wire.exchange((tuple(value.shape), fingerprint(value.detach()).tolist()))
+    answers = wire.exchange((tuple(value.shape), fingerprint(value).tolist()))
     if any(shape != tuple(param.shape) for shape, _ in answers):
         raise StateError(f"{what}: expected shape {tuple(param.shape)} on every rank, found {[s for s, _ in answers]}")
     for rank, answer in enumerate(answers):
@@ -304,6 +312,7 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
     deferred = deferred_of(param)
     if deferred is None:
         return _Parameter(param, what).set(value, local=False)
+    value = _plain(value)
     _same_everywhere(param, value, deferred.wire, what)
     return deferred.put(param, value)
 
@@ -318,8 +327,9 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
     deferred = deferred_of(param)
     if deferred is None:
         return _Parameter(param, what).set(value, local=True)
+    value = _plain(value)
     _fit(deferred.slice_of(param).numel(), value, what)
-    return deferred.put_own(param, value.detach())
+    return deferred.put_own(param, value)
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

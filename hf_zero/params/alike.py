@@ -9,7 +9,7 @@ from torch import nn
 
 from ..comm.agree import differing
 from ..comm.wire import Wire
-from ..errors import RankMismatchError
+from ..errors import RankMismatchError, StateError
 from .deferred import OWN, deferred_of
 
 
@@ -67,11 +67,16 @@ def check_ready(model: nn.Module) -> None:
 
     Raises:
         RankMismatchError: on every rank: they have other values.
+        StateError: `GatheredParameters` holds one open.
     """
     mine: list[Seen] = []
     wire: Wire | None = None
     for name, param in model.named_parameters():
         deferred = deferred_of(param)
+        if deferred is not None and deferred.pins:
+            raise StateError(
+                f"zero.shard inside zero.GatheredParameters of {name!r}, whose edits would be lost. Call it after the block"
+            )
         if deferred is not None and deferred.wire.size > 1:
             deferred.follow(param)
             wire = deferred.wire

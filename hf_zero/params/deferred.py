@@ -147,16 +147,19 @@ class Deferred:
 
     @torch.no_grad()
     def put_own(self, param: nn.Parameter, values: Tensor) -> None:
-        """Replace this rank's elements. No communication."""
+        """Replace this rank's elements, and close the parameter: its full values are old. No communication.
+
+        Raises:
+            StateError: `GatheredParameters` needs it open.
+        """
+        if self.pins:
+            raise StateError(
+                "set_local_parameter was called inside zero.GatheredParameters, whose values would be old. Call it after"
+            )
+        self.close(param)
         with _plain():
-            if self.is_open:
-                flat = param.detach().clone(memory_format=torch.contiguous_format).view(-1)
-                flat[self._mine(flat.numel())] = values
-                param.data.copy_(flat.view(param.shape))
-            else:
-                self.own, self._files = self._put_away(self.values().clone().copy_(values)), None
-                self._alias = None
-            self.print = OWN
+            self.own, self._files = self._put_away(self.values().clone().copy_(values)), None
+        self._alias, self.print = None, OWN
 
     # Between closed and open ------------------------------------------------------------------------------------------
 
@@ -287,6 +290,13 @@ class Deferred:
         return closed(made, param.shape, param.dtype, param.requires_grad)
 
     # As a source of an engine -----------------------------------------------------------------------------------------
+
+    def memory(self, param: nn.Parameter) -> Tensor | None:
+        """Return the full values, where another tensor may share their memory; else None."""
+        if self.is_open:
+            with _plain():
+                return param.detach()
+        return self.own if self.wire.size == 1 and isinstance(self.own, Tensor) else self._alias
 
     def fill(self, param: nn.Parameter, target: Tensor, room: Tensor) -> None:
         """Write the full values to `target`, the beginning of `room`. A collective."""

@@ -87,7 +87,7 @@ class DeferredParameter(nn.Parameter):
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
         first: Any = args[0] if args else None
         is_first = isinstance(first, DeferredParameter)
-        if is_first and name in _CASTS:
+        if is_first and name in _CASTS and options.get("memory_format") is None:
             return _of(first).cast(first, lambda value: func(value, *args[1:], **options))
         if is_first and name == "__set__" and _attribute(func) == "data" and isinstance(args[1], DeferredParameter):
             cast = _of(args[1])

@@ -61,6 +61,9 @@ class GatheredParameters:
         elif isinstance(params, nn.Parameter):
             params = [params]
         self._params = list({id(param): param for param in params}.values()) if enabled else []
+        for each in self._params:
+            if not isinstance(each, Tensor):
+                raise ConfigError(f"GatheredParameters takes a module or its parameters, found a {type(each).__name__}")
         self._modifier_rank = modifier_rank
         self._groups: list[_Sharded | _Created] = []
 

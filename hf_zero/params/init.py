@@ -123,7 +123,7 @@ class Init:
         self._stack = ExitStack()
         self._current: nn.Module | None = None  # whose parameters are being registered
         self._open: dict[int, Pair] = {}  # least recently used first
-        self._aliased: list[Deferred] = []
+        self._aliased: weakref.WeakSet[Deferred] = weakref.WeakSet()  # closed, while user code refers to full memory
         self._session = object()
         self._known: list[weakref.ref[Deferred]] = []  # all that were registered or used, in that order
         self._largest_numel = 0  # of the parameters that one module holds itself
@@ -256,7 +256,9 @@ class Init:
 
     def _close_all(self) -> None:
         self._close()
-        self._aliased = [each for each in self._aliased if each.has_alias]
+        for each in [*self._aliased]:
+            if not each.has_alias:
+                self._aliased.discard(each)
 
     def _close(self, keep: Collection[int] = (), limit_numel: int = -1) -> None:
         """Close the least recently used ones, but for `keep`, until all others have at most `limit_numel` elements."""
@@ -270,7 +272,7 @@ class Init:
             if not deferred.pins and deferred_of(param) is deferred:
                 deferred.close(param)
                 if deferred.has_alias:
-                    self._aliased.append(deferred)
+                    self._aliased.add(deferred)
                 self._freed_bytes += param.numel() * param.element_size()
         # Parts that are smaller than what `freeing_at_once` maps lie between holes of malloc's heap.
         if self._freed_bytes >= _TRIM_BYTES and _malloc_trim is not None and self.wire.size > 1:
@@ -312,7 +314,10 @@ class Init:
         found: dict[int, Pair] = {}
         uses = 0
         for each in tree_leaves((args, kwargs)):
-            if type(each) in (nn.Parameter, DeferredParameter) and (deferred := deferred_of(each)) is not None:
+            deferred = deferred_of(each) if type(each) in (nn.Parameter, DeferredParameter) else None
+            if (
+                deferred is not None and not deferred.pins
+            ):  # inside `GatheredParameters` each rank may do something else
                 found[id(each)] = (each, deferred)
                 uses += 1
         if not found or not (needs_values(func) or getattr(func, "__name__", "") == "untyped_storage"):

@@ -95,6 +95,7 @@ def _refused_edits(run: Run, model: Any, name: str) -> None:
     )
     run.refuses(ZeroDivisionError, "of the loop", lambda: _edit(run, both, 0, fail))
     run.refuses(zero.ConfigError, "modifier_rank must be", lambda: _edit(run, both, run.world, lambda: None))
+    run.refuses(zero.ConfigError, "found a tuple", lambda: zero.GatheredParameters(model.named_parameters()))
     if not run.is_plain and run.rank != last:  # the edits of other ranks do not count
         _edit(run, both, last, lambda: weight.zero_())
     else:
@@ -171,6 +172,8 @@ def accessors(run: Run) -> None:
     for name, param in params.items():
         run.see(full_gradient(run, param), f"gradient of {name}")
     set_full_gradient(run, weight, torch.full((33, 16), 0.25))
+    if not run.is_plain:
+        zero.set_full_gradient(weight, weight.grad)  # a lazy gradient is a value, too
     _local(run, "gradient", weight, lambda mine: mine * 2)
     run.optimizer.step()
     for name, param in params.items():
@@ -181,7 +184,8 @@ def accessors(run: Run) -> None:
         for get in (zero.full_optimizer_state, zero.local_optimizer_state):
             get(weight, "step").add_(7)  # a copy
     run.refuses(zero.StateError, "one value for several", lambda: zero.set_full_optimizer_state(weight, "step", zeros))
-    run.refuses(zero.StateError, "expected shape", lambda: zero.set_full_parameter(weight, torch.zeros(3)))
+    for wrong in (torch.zeros(3), 0.0):
+        run.refuses(zero.StateError, "expected shape", lambda wrong=wrong: zero.set_full_parameter(weight, wrong))
     run.refuses(zero.StateError, "this rank owns", lambda: zero.set_local_parameter(bias, torch.zeros(7)))
     if run.world > 1:
         other = torch.full((33, 16), float(run.rank))

@@ -188,7 +188,19 @@ def test_one_rank_reads_alone_inside(two: RankPool) -> None:
 
 def alike(rank: int, world: int) -> None:
     """What ranks may do alone: change own slices, look at shapes, give values by a rank."""
-    model = build(rank)
+    model: Any = build(rank)
+    with zero.Init(), torch.no_grad():
+        with zero.GatheredParameters(model.first.weight, modifier_rank=0):
+            if rank == 0:
+                model.first.weight.fill_(2.0)
+        model.more = nn.Linear(2, 2, bias=False)
+        zero.set_local_parameter(model.more.weight, torch.full((2,), float(rank)))
+        assert (model.first.weight.sum(), model.more.weight.sum()) == (48, 2)
+    with zero.GatheredParameters(model.first.weight):
+        with pytest.raises(zero.StateError, match=r"zero\.shard inside"):
+            zero.shard(model)
+        with pytest.raises(zero.StateError, match="called inside"):
+            zero.set_local_parameter(model.first.weight, zero.local_parameter(model.first.weight))
     if rank == 0:
         zero.set_local_parameter(model.first.bias, zero.local_parameter(model.first.bias) * 0)
         assert model.first.weight.numel() == 24

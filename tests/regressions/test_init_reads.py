@@ -315,7 +315,9 @@ def casts(rank: int, world: int) -> None:
     assert torch.equal(zero.full_parameter(first.weight), plain_layer().double().weight)
     assert torch.equal(zero.full_parameter(model.bias), plain_layer().half().bias)
     with zero.Init():
-        other = nn.LSTM(3, 4)
+        other, image = nn.LSTM(3, 4), nn.Conv2d(2, 3, 2)
+    with pytest.raises(zero.StateError, match=r"to\(\) of a parameter"):
+        image.to(memory_format=torch.channels_last)
     other.double()
     with pytest.raises(zero.StateError, match=r"before running it|lstm\(\) of a parameter"):
         other(torch.ones(2, 1, 3, dtype=torch.float64))
@@ -351,6 +353,11 @@ def view_outlives(rank: int, world: int) -> None:
     engine = zero.shard(model)
     engine.detach()
     assert torch.equal(model.weight, expected)
+    with zero.Init():
+        pair = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+        pair[1].weight.data = pair[0].weight.data
+    with pytest.raises(zero.LayoutError, match="shares memory with"):
+        zero.shard(pair)
 
 
 @pytest.mark.parametrize("world", [1, 2])
