@@ -1,15 +1,17 @@
-"""Replace methods of instances of modules and optimizers, and restore them."""
+"""Replace methods and attributes of instances, and restore them."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
 
 _MISSING: Any = object()
+Attributes = list[tuple[Any, str, Any]]
 
 
 class Replaced:
@@ -72,3 +74,33 @@ def _put_back(own: dict[str, Any], name: str, method: Any, before: Any) -> None:
         del own[name]
     else:
         own[name] = before
+
+
+@contextmanager
+def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of modules, classes or single instances inside; restore them afterwards.
+
+    Args:
+        attributes: (owner, name, value) each. On an instance, the value hides the class's and no other instance changes.
+    """
+    before = []
+    try:
+        for owner, name, value in attributes:
+            before.append((owner, name, vars(owner).get(name, _MISSING)))
+            _set(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            _set(owner, name, value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        if value is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+    elif value is _MISSING:
+        del owner.__dict__[name]
+    else:
+        owner.__dict__[name] = value  # not setattr: nn.Module sorts what it is given into registries

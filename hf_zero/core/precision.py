@@ -202,10 +202,3 @@ def _kept_by_class(
 def patterns_of(names: Iterable[str]) -> list[str]:
     """Return the names with numbers replaced by `*`, each once; usable as `full_precision`."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in names))
-
-
-def gathered_as(names: Sequence[str], total: int, dtype: torch.dtype) -> str:
-    """Return one line: which parameters are gathered in the compute dtype."""
-    patterns = patterns_of(names)
-    shown = ", ".join(patterns[:4]) + (f" and {len(patterns) - 4} patterns more" if len(patterns) > 4 else "")
-    return f"{len(names)} of {total} parameters in {dtype_name(dtype)}" + (f" ({shown})" if shown else "")

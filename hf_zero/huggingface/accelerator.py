@@ -23,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..config import ZeroConfig
+from ..core.instance import replaced
 from ..engine.parameter import place_of
 from ..errors import ConfigError, LayoutError, UnsupportedOptimizerError
 from ..params.deferred import deferred_of
@@ -34,7 +35,6 @@ from .accelerator_state import ZeroStateMixin
 from .arguments import check_counts
 from .checkpoints import bare_optimizer
 from .sequences import SharesSamples
-from .stock import replaced
 
 
 def adopt_calling_trainer() -> bool:

@@ -30,6 +30,7 @@ from ..checkpoint.save import Saving, is_ours, optimizer_folder
 from ..checkpoint.series import CheckpointSeries
 from ..checkpoint.weights import StateDictFormat, format_of
 from ..comm.agree import on_all_ranks
+from ..core.instance import replaced
 from ..core.layout import Extent
 from ..engine.pieces import ParameterPieces
 from ..engine.saving import open_saving, put_weights
@@ -44,7 +45,7 @@ from .checkpoints import (
     load_optimizer,
     put_whole,
 )
-from .stock import AcceleratorBase, replaced, serving, stand_in_state
+from .stock import AcceleratorBase, serving, stand_in_state
 
 
 class ZeroStateMixin(AcceleratorBase):

@@ -19,9 +19,10 @@ from ..checkpoint.load import Loading
 from ..checkpoint.save import Saving, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
+from ..core.instance import replaced
 from ..errors import CheckpointError, OutOfMemoryError
 from ..params.engine import Engine
-from .stock import replaced, serving
+from .stock import serving
 
 MAX_SHARD_SIZE = "50GB"
 """Largest weight file, as in `save_pretrained`."""

@@ -21,9 +21,9 @@ import transformers.core_model_loading as core_loading
 from torch import Tensor
 
 from ..checkpoint.weights import Conversion
+from ..core.instance import replaced
 from ..core.layout import Extent
 from ..errors import CheckpointError
-from .stock import replaced
 
 _MIN_RUN_BYTES = 4096
 _FREE_RUNS = 64

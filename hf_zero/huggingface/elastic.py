@@ -24,8 +24,9 @@ from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import Wire
+from ..core.instance import replaced
 from ..errors import ConfigError
-from .stock import TrainerBase, replaced, show
+from .stock import TrainerBase, show
 
 LATEST = "latest"
 """`resume_from_checkpoint="latest"`: the newest complete checkpoint of the output folder, or a fresh start."""

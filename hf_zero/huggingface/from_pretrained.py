@@ -25,6 +25,7 @@ from ..checkpoint.safetensors import Stored, read_header, same_files, sampled
 from ..checkpoint.weights import EXTRA_STATE
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
+from ..core.instance import replaced
 from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError
@@ -32,7 +33,6 @@ from ..params.deferred import Deferred, closed, deferred_of, slice_bounds
 from ..params.init import Init
 from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
 from ..tiers.tier import Meter
-from .stock import replaced
 from .weights import PlannedLoad, planned_load
 
 

@@ -21,11 +21,12 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..core.instance import replaced
 from ..errors import ConfigError, needs
 from ..params.engine import Engine
 from ..params.gathered import unsharded
 from ..plan.shapes import Config
-from .stock import own_types, replaced
+from .stock import own_types
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:

@@ -19,8 +19,9 @@ from ..checkpoint.save import Saving
 from ..comm.agree import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
+from ..core.instance import replaced
 from .callback import write_card
-from .stock import TrainerBase, replaced
+from .stock import TrainerBase
 from .weights import AdapterFormat, hub_format
 
 

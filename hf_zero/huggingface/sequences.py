@@ -14,14 +14,14 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from accelerate.utils import gather_object
-from torch import Tensor
+from accelerate.utils import gather_object, recursively_apply
 
 from ..config import ZeroConfig
+from ..core.instance import replaced
 from ..errors import ConfigError
 from ..params.engine import Engine, engine_of
 from ..sequence.parallel import SequenceParallel
-from .stock import AcceleratorBase, TrainerBase, replaced
+from .stock import AcceleratorBase, TrainerBase
 
 
 class SharesSamples(AcceleratorBase):
@@ -93,8 +93,8 @@ class SharesSamples(AcceleratorBase):
             )
         stock = self.gather
 
-        def gather(tensor: Any) -> Any:
-            return _every(stock(tensor), size, self.num_processes)
+        def gather(tensor: Any) -> Any:  # with the rows of the first rank of each group
+            return recursively_apply(lambda each: torch.cat(each.chunk(self.num_processes)[::size]), stock(tensor))
 
         with replaced([(self, "gather", gather)]):
             return super().gather_for_metrics(input_data)
@@ -120,15 +120,6 @@ def _step_by_groups(stock: Any, groups: int, *args: Any, **kwargs: Any) -> None:
             type(stock).step(stock, *args, **kwargs)
 
 
-def _every(data: Any, size: int, ranks: int) -> Any:
-    """Return gathered tensors with the rows of the first rank of each group."""
-    if isinstance(data, Tensor):
-        return torch.cat(data.chunk(ranks)[::size])
-    if isinstance(data, (list, tuple)):
-        return type(data)(_every(each, size, ranks) for each in data)
-    return type(data)({name: _every(each, size, ranks) for name, each in data.items()})
-
-
 class DividesSequences(TrainerBase):
     """A Trainer that trains on parts of samples and counts whole ones."""
 
@@ -152,32 +143,12 @@ class DividesSequences(TrainerBase):
         engine: Engine | None = engine_of(self.model)
         if engine is None or self._zero_sp_size == 1 or not (self.model.training and torch.is_grad_enabled()):
             return inputs
-        parallel = engine.observer(SequenceParallel)
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            raise ConfigError(parallel.own_loss("label_smoothing_factor or compute_loss_func"))
         if self.neftune_noise_alpha is not None:
             raise ConfigError(
                 "neftune_noise_alpha adds noise by the length of a sample, and each rank sees a part of it under "
                 f"sp_size={self._zero_sp_size}. Leave it out"
             )
-        parallel.check_labels(inputs)
-        return engine.local_sequence(inputs)
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as the Trainer's class does, which must give the model its labels.
-
-        Raises:
-            ConfigError: it kept them back, to compute a loss from this rank's logits.
-        """
-        found = super().compute_loss(*args, **kwargs)
-        engine: Engine | None = engine_of(self.model)
-        if (
-            engine is not None
-            and (parallel := engine.observer(SequenceParallel)).was_divided
-            and not parallel.has_labels
-        ):
-            raise ConfigError(parallel.own_loss(f"compute_loss of {type(self).__name__}"))
-        return found
+        return engine.observer(SequenceParallel).local(inputs, needs_labels=True)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as the stock Trainer does, which counts labels as if ranks of a group had the same samples here, too."""

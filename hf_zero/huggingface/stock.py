@@ -1,4 +1,4 @@
-"""Replace attributes of transformers, accelerate and PEFT for the length of one call.
+"""Show stand-ins in place of attributes of transformers, accelerate and PEFT for the length of one call.
 
 docs/DESIGN.md, "What is replaced in other libraries", lists every name that is passed to `replaced`.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.weights import names_of, persistent_buffers
+from ..core.instance import Attributes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,41 +25,6 @@ if TYPE_CHECKING:
 else:
     AcceleratorBase = TrainerBase = object
 """Bases of mixins (`put_in_front`) for type checkers only."""
-
-_ABSENT = object()
-
-
-@contextmanager
-def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of modules, classes or single instances inside; restore them afterwards.
-
-    Args:
-        attributes: (owner, name, value) each. On an instance, the value hides the class's and no other instance changes.
-    """
-    before = []
-    try:
-        for owner, name, value in attributes:
-            before.append((owner, name, vars(owner).get(name, _ABSENT)))
-            _set(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            _set(owner, name, value)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type):
-        if value is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
-    elif value is _ABSENT:
-        del owner.__dict__[name]
-    else:
-        owner.__dict__[name] = value  # not setattr: nn.Module sorts what it is given into registries
-
-
-Attributes = list[tuple[Any, str, Any]]
 
 
 def serving(model: nn.Module, state: Mapping[str, Any]) -> Attributes:

@@ -43,6 +43,7 @@ from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import Wire
 from ..compat.evaluation import cast
+from ..core.instance import replaced
 from ..engine.saving import open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.deferred import deferred_of
@@ -60,7 +61,7 @@ from .checkpoints import (
 from .elastic import LATEST, KeepsBatches
 from .push import Pushes, check_kind
 from .sequences import DividesSequences
-from .stock import TrainerBase, put_in_front, replaced, show
+from .stock import TrainerBase, put_in_front, show
 from .weights import saves_its_own_way, without_weights
 
 # Before 5.23, `Trainer.save_model` calls `_save` on the writing rank only.
@@ -195,23 +196,10 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
                 self._zero_keeping_batches(wire, self._zero_resumed, elastic),
             ):
                 out = super().train(resume_from_checkpoint, *args, **kwargs)
-        except KeyboardInterrupt:
-            if wire.rank == 0:
-                show(self._zero_how_to_continue(), sys.stderr)
-            raise
         finally:
             self._zero_resuming = False
         self._zero_wait_for_save()
         return out
-
-    def _zero_how_to_continue(self) -> str:
-        newest = max(self._zero_series.folders(), default=None, key=lambda folder: int(folder.name.rpartition("-")[2]))
-        if newest is None:
-            return f"hf_zero: interrupted; no checkpoint in {self._zero_output}"
-        return (
-            f"hf_zero: interrupted; the newest checkpoint is {newest}. Continue with "
-            f'trainer.train(resume_from_checkpoint="{LATEST}")'
-        )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Skip training if the checkpoint is at the last step; the stock code would take one more."""

@@ -37,11 +37,12 @@ from ..checkpoint.weights import (
     persistent_buffers,
     write_index,
 )
+from ..core.instance import Attributes, replaced
 from ..core.layout import Extent
 from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from .converters import Conversions
-from .stock import Attributes, own_types, replaced, serving, stand_in_state
+from .stock import own_types, serving, stand_in_state
 
 
 def hub_format(model: nn.Module) -> HubFormat | AdapterFormat | None:

@@ -12,7 +12,6 @@ from .. import compat, diagnostics, sequence
 from ..compat.compiling import Compile
 from ..config import ZeroConfig, ranks_text
 from ..core.late import Late
-from ..core.precision import gathered_as
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
 from ..plan.machine import Machine
@@ -113,13 +112,8 @@ def _check_first_forward(engine: Engine) -> None:
 def _log(engine: Engine) -> None:
     if engine.rank:
         return
-    config, precision = engine.config, engine.precision
+    config = engine.config
     ranks = ranks_text(engine.world_size)
     if config.replicas > 1:
         ranks += f" in {config.replicas} replicas"
-    _LOG.info("stage %d on %s; %s", config.stage, ranks, precision)
-    if precision.autocast_dtype is not None:
-        spans = [span for unit in engine.units for span in unit.spans if span.compute_dtype != span.master_dtype]
-        names = [span.name_of(index) for span in spans for index in range(len(span.params))]
-        cast = gathered_as(names, len(engine.context.names), precision.autocast_dtype)
-        _LOG.info("gathered %s; ZeroConfig.full_precision names others", cast)
+    _LOG.info("stage %d on %s; %s", config.stage, ranks, engine.precision)

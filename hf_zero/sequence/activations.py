@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.inflight import DONE, Inflight
 from ..config import ZeroConfig
+from ..core.instance import Attributes, replaced
 from ..engine.context import Context
 from ..engine.engine import Engine
 from ..engine.graph import GONE, backward_id, calls_of, tensors_in
@@ -350,25 +351,16 @@ class Activations(Observer):
         context.note_failure(error)
 
 
-@contextlib.contextmanager
-def _around_saving(around: Callable[[], Any]) -> Iterator[None]:
+def _around_saving(around: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
     """Let `torch.utils.checkpoint` save the inputs of blocks within `around()` inside the block."""
     module: Any = sys.modules["torch.utils.checkpoint"]
-    undo: list[Callable[[], None]] = []
+    found: Attributes = []
     for name, method in _SAVING:
         cls = getattr(module, name, None)
-        stock = getattr(cls, method, None)
-        if stock is None:
-            continue
-        made: Any = _within(around, stock)
-        own = vars(cls).get(method)
-        setattr(cls, method, made if method == "save_inputs" else staticmethod(made))
-        undo.append(partial(delattr, cls, method) if own is None else partial(setattr, cls, method, own))
-    try:
-        yield
-    finally:
-        for each in undo:
-            each()
+        if (stock := getattr(cls, method, None)) is not None:
+            made: Any = _within(around, stock)
+            found.append((cls, method, made if method == "save_inputs" else staticmethod(made)))
+    return replaced(found)
 
 
 def _within(around: Callable[[], Any], stock: Callable[..., Any]) -> Callable[..., Any]:

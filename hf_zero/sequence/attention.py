@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.instance import Attributes, replaced
 from ..errors import ConfigError
 from .exchange import SequenceGroup, exchange
 from .parts import Part
@@ -153,7 +153,7 @@ class SequenceAttention:
         if not isinstance(mask, SequenceMask):
             if self.active is not None:
                 _refuse(f"{type(module).__name__} with a mask of type {type(mask).__name__}", "attention of its own")
-            with _named(module, chosen):
+            with replaced(_shown_in(module, chosen)):
                 return function(module, query, key, value, mask, *args, **kwargs)
         part, size = mask.part, self.group.size
         self.calls += 1
@@ -165,11 +165,10 @@ class SequenceAttention:
         query, key, value = exchange(self.group, 1, 2, query, key, value)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = part.position_ids
-        with (
-            _named(module, chosen),
-            _grouped(module, heads // (pairs * repeats)),
-            _own_sinks(module, self.group, kwargs),
-        ):
+        sinks = _own_sinks(module, self.group)
+        if "s_aux" in kwargs:
+            kwargs["s_aux"] = sinks
+        with replaced(_shown_in(module, chosen, heads // (pairs * repeats), sinks)):
             out, _ = function(module, query, key, value, mask.mask, **kwargs)
         return exchange(self.group, 1, 2, out)[0], None
 
@@ -217,51 +216,29 @@ def _refuse(found: str, what: str) -> None:
     )
 
 
-@contextmanager
-def _named(module: nn.Module, chosen: str) -> Iterator[None]:
-    """Let the module's configuration name the chosen implementation, which flash attention reads there."""
-    config = getattr(module, "config", None)
-    if config is None:
-        yield
-        return
-    before, config._attn_implementation_internal = config._attn_implementation_internal, chosen
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
+def _shown_in(module: nn.Module, chosen: str, groups: int = 0, sinks: Tensor | None = None) -> Attributes:
+    """Return what a module shows to the chosen implementation, for `replaced`.
+
+    Args:
+        chosen: its name, which flash attention reads in the configuration.
+        groups: query heads that share a key-value head, after key-value heads were repeated. 0: as they are.
+        sinks: those of this rank's heads, one number for each. Python finds them before the module's parameter.
+    """
+    found: Attributes = []
+    if (config := getattr(module, "config", None)) is not None:
+        found.append((config, "_attn_implementation_internal", chosen))
+    if groups and hasattr(module, "num_key_value_groups"):
+        found.append((module, "num_key_value_groups", groups))
+    if sinks is not None:
+        found.append((module, "sinks", sinks))
+    return found
 
 
-@contextmanager
-def _grouped(module: nn.Module, groups: int) -> Iterator[None]:
-    """Let the module say how many query heads share a key-value head, after key-value heads were repeated."""
-    before = getattr(module, "num_key_value_groups", None)
-    if before is None or before == groups:
-        yield
-        return
-    module.num_key_value_groups = groups  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module.num_key_value_groups = before
-
-
-@contextmanager
-def _own_sinks(module: nn.Module, group: SequenceGroup, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Let the module have the attention sinks of this rank's heads, one number for each, in place of its parameter."""
-    sinks = getattr(module, "sinks", None)
-    if sinks is None:
-        yield
-        return
-    if sinks.dim() != 1 or len(sinks) % group.size:
+def _own_sinks(module: nn.Module, group: SequenceGroup) -> Tensor | None:
+    sinks: Any = getattr(module, "sinks", None)
+    if sinks is not None and (sinks.dim() != 1 or len(sinks) % group.size):
         _refuse(f"{type(module).__name__} with sinks of shape {tuple(sinks.shape)}", "sinks that are not one per head")
-    mine = sinks.chunk(group.size)[group.index]
-    if "s_aux" in kwargs:
-        kwargs["s_aux"] = mine
-    vars(module)["sinks"] = mine  # Python finds it before the parameter
-    try:
-        yield
-    finally:
-        del vars(module)["sinks"]
+    return None if sinks is None else sinks.chunk(group.size)[group.index]
 
 
 def check_model(model: nn.Module, size: int) -> list[Any]:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..compat.copies import is_ours
 from ..config import ZeroConfig
+from ..core.instance import replaced
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
@@ -98,6 +99,10 @@ class Logits(Tensor):
             if found is not None:
                 return found
         name = getattr(func, "__name__", str(func))
+        if name in ("retain_grad", "register_hook"):
+            raise ConfigError(
+                f"{name}() waits for the gradient of logits, which chunked_loss does not compute. Leave chunked_loss out"
+            )
         args, kwargs = tree_map_only(Logits, partial(_value_of, name), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -142,10 +147,12 @@ def _lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
         if all(isinstance(each, int) for each in shape) and shape[-1] == logits.shape[-1]:
             return _again(logits, hidden.reshape(*shape[:-1], width))
-    if func is Tensor.__getitem__:
-        wanted, part = torch.empty(logits.shape, device="meta")[rest[0]], hidden[rest[0]]
-        if part.dim() and part.shape[-1] == width and wanted.shape == (*part.shape[:-1], logits.shape[-1]):
-            return _again(logits, part)
+    if func is Tensor.__getitem__ and not kwargs:
+        wanted = torch.empty(logits.shape, device="meta")[rest[0]]
+        # A view with the whole vocabulary. Numbers of words would be no indices of the hidden states.
+        if wanted._base is not None and wanted.dim() and (wanted.shape[-1], wanted.stride(-1)) == (logits.shape[-1], 1):
+            part = hidden[rest[0]]
+            return _again(logits, part) if part.shape[-1] == width else None
     return None
 
 
@@ -367,12 +374,8 @@ class ChunkedLoss(Observer):
             size = chunk_tokens(head.out_features)
             return _in_chunks(*given, target.to(hidden.device), losses, size)
 
-        own = vars(head)
-        own["forward"] = forward  # the engine's hooks around it gather the weight, as for the stock forward
-        try:
+        with replaced([(head, "forward", forward)]):  # the engine's hooks around it gather the weight
             found: Tensor = head._call_impl(logits.hidden)
-        finally:
-            del own["forward"]
         self._is_chunked = True
         if reduction == "none":
             return found

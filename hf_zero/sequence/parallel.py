@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -10,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ZeroConfig
+from ..core.instance import Attributes, replaced
 from ..engine.engine import Engine
 from ..engine.graph import backward_id, calls_of
 from ..engine.observer import Observer
 from ..errors import ConfigError, RankMismatchError, StateError, ZeroError
+from ..tiers.fingerprint import fingerprint
 from .attention import SequenceAttention, check_model
 from .exchange import SequenceGroup
-from .parts import IGNORED, Mean, Part, divide, part_of, share_of
+from .parts import IGNORED, Part, divide, part_of, share_of
 
 PROBED_TOKENS = 4
 """Tokens per rank of the comparison in the first forward."""
@@ -30,10 +31,7 @@ class SequenceParallel(Observer):
     Attributes:
         automatic: divide what a prepared loader gives a forward in training.
         was_divided: whether the last forward was.
-        has_labels: whether it got labels.
     """
-
-    has_labels = False
 
     def __init__(self, config: ZeroConfig) -> None:
         self._config = config
@@ -107,8 +105,10 @@ class SequenceParallel(Observer):
             return None
         return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]
 
-    def local(self, batch: Mapping[str, Any], num_items_in_batch: Tensor | float | None = None) -> dict[str, Any]:
-        """See `Engine.local_sequence`."""
+    def local(
+        self, batch: Mapping[str, Any], num_items_in_batch: Tensor | float | None = None, *, needs_labels: bool = False
+    ) -> dict[str, Any]:
+        """See `Engine.local_sequence`, and `Part.needs_labels`."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 f"batch must be a mapping such as {{'input_ids': …, 'labels': …}}, found {type(batch).__name__}"
@@ -125,6 +125,7 @@ class SequenceParallel(Observer):
             default_positions=self._default_positions,
             packed_of=_packed_of,
         )
+        part.needs_labels = needs_labels
         if not self._compared:
             self._compare(named, _window(named, PROBED_TOKENS * self.size))
         elif self._config.debug and self.size > 1:
@@ -146,22 +147,6 @@ class SequenceParallel(Observer):
         """Return whether a loop has parts of samples: the last forward was divided, in the mode that the model still has."""
         return self.was_divided and self._engine.model.training is self._mode
 
-    def check_labels(self, batch: Mapping[str, Any]) -> None:
-        """Refuse a batch from which the model computes no loss.
-
-        Raises:
-            ConfigError: without labels, user code computes a loss from the outputs, which are those of this rank's tokens.
-        """
-        if batch.get("labels") is None and batch.get("shift_labels") is None:
-            raise ConfigError(self.own_loss("a batch without labels"))
-
-    def own_loss(self, found: str) -> str:
-        """Return the message for a loss that the model does not compute."""
-        return (
-            f"{found}: a loss that is computed outside of the model counts the tokens of one rank, and sp_size={self.size} "
-            "divides each sample among several. Let the model compute it from labels, or leave sp_size out"
-        )
-
     @property
     def _shifts(self) -> bool:
         """Return True if the model's loss compares each token with the next label, transformers' default."""
@@ -171,13 +156,15 @@ class SequenceParallel(Observer):
         kinds: list[Any] = [each.loss_type for each in model.modules() if hasattr(each, "loss_type")]
         return LOSS_MAPPING.get(kinds[0] if kinds else "", ForCausalLMLoss) is ForCausalLMLoss
 
-    def _default_positions(self, input_ids: Tensor) -> Tensor | None:
-        """Return positions that count from a model's own first one: those of RoBERTa and its relatives."""
+    def _default_positions(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """Return positions that a model counts in its own way: RoBERTa and its relatives, and OPT without the padding."""
         for module in self._engine.model.modules():
             create: Any = getattr(module, "create_position_ids_from_input_ids", None)
-            if create is not None:
+            if create is not None and input_ids is not None:
                 found: Tensor = create(input_ids, module.padding_idx)
                 return found
+            if type(module).__name__ == "OPTDecoder" and mask is not None:
+                return (mask.cumsum(1) * mask - 1).long()
         return None
 
     def _compare(self, batch: Mapping[str, Any], head: dict[str, Any] | None) -> None:
@@ -186,28 +173,17 @@ class SequenceParallel(Observer):
         Args:
             head: what the first forward compares, if all groups have enough tokens.
         """
-        tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
         mine = {
-            name: (
-                tuple(each.shape),
-                zlib.crc32(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()),
-            )
-            for name, each in tensors.items()
+            name: (tuple(each.shape), *fingerprint(each).tolist())
+            for name, each in batch.items()
+            if isinstance(each, Tensor)
         }
         answers = self._engine.wire.exchange((mine, head is not None))
         first = self._engine.rank - self._group.index
-        everyone = [digests for digests, _ in answers[first : first + self.size]]
-        if any(each != everyone[0] for each in everyone):
-            names = sorted(
-                {
-                    name
-                    for each in everyone
-                    for name in {**each, **everyone[0]}
-                    if each.get(name) != everyone[0].get(name)
-                }
-            )
+        others = [theirs.items() ^ mine.items() for theirs, _ in answers[first : first + self.size]]
+        if different := sorted({name for each in others for name, _ in each}):
             raise RankMismatchError(
-                f"the {self.size} ranks of a group divide one batch, and theirs differ in {', '.join(names)}. Give all "
+                f"the {self.size} ranks of a group divide one batch, and theirs differ in {', '.join(different)}. Give all "
                 f"ranks of a group the same samples: rank r reads those of rank r - r % {self.size}"
             )
         self._head = head if all(has_head for _, has_head in answers) else None
@@ -236,12 +212,17 @@ class SequenceParallel(Observer):
                     f"a forward of {type(module).__name__} trains on whole sequences, with sp_size={self.size}. Call "
                     "model(**engine.local_sequence(batch)), or model(**batch) with the keywords of a prepared loader's batch"
                 )
-            self.check_labels(kwargs)
-            kwargs = self.local(kwargs, items)
+            kwargs = self.local(kwargs, items, needs_labels=True)
             kwargs.pop("num_items_in_batch", None)
             part = part_of(kwargs)
         elif items is part.total:  # what `local` returned, not a caller's own number
             items = None
+        if part is not None and part.needs_labels and kwargs.get("labels") is None:
+            raise ConfigError(
+                "a forward without labels: a loss that is computed outside of the model counts the tokens of one rank, and "
+                f"sp_size={self.size} divides each sample among several. Let the model compute it from labels, or leave "
+                "sp_size out"
+            )
         if kwargs.get("output_router_logits") or kwargs.get("output_attentions"):
             raise ConfigError(
                 f"output_router_logits and output_attentions are values of one rank's tokens or heads under "
@@ -252,7 +233,6 @@ class SequenceParallel(Observer):
         self._part = self._attention.active = part
         self._depth, self._items, self.was_divided = 1, items, True
         self._mode = self._engine.model.training
-        self.has_labels = kwargs.get("labels") is not None
         self._attention.calls = 0
         return args, kwargs
 
@@ -269,12 +249,10 @@ class SequenceParallel(Observer):
         head: dict[str, Any] = self._head or {}
         self._head = None
         model, index = self._engine.model, self._group.index
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        caching = [config for config in self._configs if getattr(config, "use_cache", False)]
-        for config in caching:  # with a cache, transformers does not look for packed rows
-            config.use_cache = False
-        try:
+        shown: Attributes = [(module, "training", False) for module in model.modules()]
+        # With a cache, transformers does not look for packed rows.
+        shown += [(config, "use_cache", False) for config in self._configs if getattr(config, "use_cache", False)]
+        with replaced(shown):
             whole = model(**head)
             try:
                 mine = model(**self.local(head))
@@ -285,11 +263,6 @@ class SequenceParallel(Observer):
                     f"a forward of {type(model).__name__} on a part of a sequence raises {type(error).__name__}: {error}. The "
                     "whole sequence works: leave sp_size out"
                 ) from error
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            for config in caching:
-                config.use_cache = True
         worst = torch.zeros(1, device=getattr(self._engine.wire, "device", None))
         parts = _values(mine, "labels" in head)
         for name, wanted in _values(whole, "labels" in head).items():
@@ -297,11 +270,9 @@ class SequenceParallel(Observer):
             if name == "loss":  # the mean over the labels of all groups
                 labels = head["labels"][:, 1:] if self._shifts else head["labels"]
                 labelled = (labels >= 0).sum()
-                # Without labels, a row that is nearly all padding, the mean is NaN, and divided forwards return 0.
-                summed = (wanted * labelled).where(labelled > 0, 0)
-                both = torch.stack([labelled.to(wanted), summed]).to(worst.device)
+                both = torch.stack([labelled.to(wanted), wanted * labelled]).to(worst.device)
                 count, total = self._engine.wire.sum_scalar(both)
-                wanted = total / count.clamp(min=1)
+                wanted = total / count
             elif wanted.dim() > 1 and found.dim() > 1 and wanted.shape[1] == found.shape[1] * self.size:
                 wanted = wanted.chunk(self.size, 1)[index]
                 if "attention_mask" in head:
@@ -351,7 +322,8 @@ class SequenceParallel(Observer):
             loss = share_of(loss, part, self._items, 1.0)
         elif part.total is not None:
             share = share_of(loss, part, part.total, float(wire.size))
-            loss = Mean.apply(share, wire.sum_scalar(share.detach()) / wire.size)
+            # The mean over all ranks to the bit, with the gradient of this rank's share.
+            loss = wire.sum_scalar(share.detach()) / wire.size + (share - share.detach())
         if isinstance(output, tuple):
             return (loss, *output[1:])
         output["loss"] = loss
@@ -369,26 +341,24 @@ def _values(output: Any, has_labels: bool) -> dict[str, Tensor]:
 
 
 def _window(batch: Mapping[str, Any], most: int) -> dict[str, Any] | None:
-    """Return `most` tokens of one row, each with a label: where two packed sequences meet, or padding meets tokens."""
+    """Return `most` tokens of one row, each with a label, and with what later batches may have: padding, or packed rows."""
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     if not isinstance(ids, Tensor) or ids.dim() < 2 or ids.shape[1] < most:
         return None
-    row, first, mask, positions = 0, 0, batch.get("attention_mask"), batch.get("position_ids")
-    if isinstance(mask, Tensor):
-        row = int(mask.sum(1).argmin())
-        first = min(max(int(mask[row].int().argmax()) - most // 4, 0), ids.shape[1] - most)
-    elif isinstance(positions, Tensor) and positions.dim() == 2 and (positions.diff() <= 0).any():
-        row, start = (positions.diff() <= 0).nonzero()[0].tolist()
-        first = min(max(start + 1 - most // 2, 0), ids.shape[1] - most)
     found = {
-        name: each[row : row + 1, first : first + most] if isinstance(each, Tensor) and each.dim() > 1 else each
-        for name, each in batch.items()
+        name: each[:1, :most] if isinstance(each, Tensor) and each.dim() > 1 else each for name, each in batch.items()
     }
+    mask, positions = found.get("attention_mask"), batch.get("position_ids")
+    if isinstance(mask, Tensor):
+        mask = found["attention_mask"] = torch.ones_like(mask)
+        mask[:, : most // 4] = 0
+    elif isinstance(positions, Tensor) and positions.dim() == 2 and (positions.diff() <= 0).any():
+        found["position_ids"] = torch.arange(most, device=positions.device).remainder(most // 2).expand(1, -1)
     for name in ("labels", "shift_labels"):
         if name in found:
             found[name] = found[name].clamp(min=0)
             if isinstance(mask, Tensor):
-                found[name] = found[name].where(found["attention_mask"] > 0, IGNORED)
+                found[name] = found[name].where(mask > 0, IGNORED)
     return found
 
 

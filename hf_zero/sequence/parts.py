@@ -34,6 +34,7 @@ class Part:
         packed: number of the sequence of each token where rows hold several; None: one sequence per row.
         count: tokens of this rank that have a loss; None: the batch has no labels.
         total: tokens by which the sum of all losses is divided.
+        needs_labels: the model must compute the loss: training loops of libraries do not know that tokens are divided.
     """
 
     rows: int
@@ -46,6 +47,7 @@ class Part:
     packed: Tensor | None
     count: Tensor | None = None
     total: Tensor | float | None = None
+    needs_labels: bool = False
 
 
 def part_of(kwargs: Mapping[str, Any]) -> Part | None:
@@ -71,7 +73,7 @@ def divide(
     Args:
         batch: `input_ids` or `inputs_embeds` (rows x tokens), and tensors of the same first two dimensions.
         shifts: the model's loss compares each token's logits with the next label.
-        default_positions: takes the whole `input_ids`, returns the positions that the model gives them; None: 0, 1, 2, …
+        default_positions: takes the whole `input_ids` and mask, returns the model's own positions; None: 0, 1, 2, …
         packed_of: takes whole `position_ids`, returns the number of each token's sequence; None: one per row.
 
     Raises:
@@ -93,7 +95,7 @@ def divide(
     _check_shapes(named, rows, tokens)
     packed = None
     if positions is None:
-        positions = None if default_positions is None or "input_ids" not in named else default_positions(main)
+        positions = default_positions(named.get("input_ids"), given)
         if positions is None:
             positions = torch.arange(tokens, device=main.device).expand(rows, -1)
     elif given is None:  # as transformers: rows with a mask hold one sequence
@@ -158,18 +160,6 @@ def _filled(value: Tensor, count: int, with_: int) -> Tensor:
     if not count:
         return value
     return torch.cat([value, value.new_full((value.shape[0], count, *value.shape[2:]), with_)], 1)
-
-
-class Mean(torch.autograd.Function):
-    """The value of the mean over all ranks, with the gradient of this rank's share."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 def share_of(loss: Tensor, part: Part, total: Tensor | float, factor: float) -> Tensor:

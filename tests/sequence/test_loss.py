@@ -237,6 +237,8 @@ def test_logits_that_are_read() -> None:
         assert torch.equal(out.logits.exp(), wanted.logits.exp())
     assert torch.equal(out.logits[:, -1].argmax(-1), wanted.logits[:, -1].argmax(-1))
     assert torch.equal(out.logits.detach(), wanted.logits.detach())
+    for index in (-1, [1, VOCAB - 1], slice(VOCAB - 3, None), [*reversed(range(VOCAB))]):  # words, not hidden features
+        assert torch.equal(model(**given).logits[..., index], wanted.logits[..., index])
     out, wanted = model(**given), wanted_model(**given)
     assert torch.equal(out.logits.to("cpu", torch.float64), wanted.logits.double())  # a device's name
     assert out.logits.to("meta").is_meta
@@ -373,7 +375,11 @@ def test_hooks_of_a_head() -> None:
         with pytest.raises(zero.ConfigError, match="head has hooks of user code"):
             model(**data(0, 0))
         handle.remove()
-    assert torch.isfinite(model(**data(0, 0)).loss)
+    out = model(**data(0, 0))
+    for act in (out.logits.retain_grad, lambda: out.logits.register_hook(print)):
+        with pytest.raises(zero.ConfigError, match="waits for the gradient of logits"):
+            act()
+    assert torch.isfinite(out.loss)
     engine.detach()
 
 

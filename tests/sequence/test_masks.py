@@ -45,6 +45,19 @@ def afmoe() -> nn.Module:
     return transformers.AfmoeForCausalLM(config)
 
 
+def opt() -> nn.Module:
+    """It counts positions without the padding, and learns one embedding for each."""
+    sizes = {**SMALL, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes))
+
+
+def counting() -> nn.Module:
+    """One that only the first forward can find."""
+    model: Any = opt()
+    model.model.decoder.__class__ = type("Counting", (type(model.model.decoder),), {})
+    return model  # type: ignore[no-any-return]
+
+
 def paligemma() -> nn.Module:
     """Its text model gets a mask that is made already."""
     sizes = {**SMALL, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
@@ -113,6 +126,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
     "gpt-oss right": (gpt_oss, {}, "right", True),
     "paligemma right": (paligemma, {}, "right", True),
     "afmoe left": (afmoe, {}, "left", True),
+    "opt left": (opt, {}, "left", True),
     "llama adapted": (adapted, {}, "full", True),
 }
 
@@ -235,6 +249,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         ("tokens meet elsewhere", llama, Cumulative, batch(0)),
         ("packed rows that the model does not tell apart", gpt_oss, None, first_parts_full),
         ("code for whole sequences", llama, Shaped, batch(0)),
+        ("positions that later padding changes", counting, None, {**batch(0), "attention_mask": torch.ones(2, 22)}),
         ("a mask passed on", paligemma, None, batch(0, 1, 2, 13)),
         ("an output per sample", pretraining, None, {"input_ids": batch(0)["input_ids"]}),
     ):
@@ -270,6 +285,7 @@ def test_refusals(two: RankPool) -> None:
         "a configuration of two models": "ConfigError: sp_size=2 replaces attention in a model's configuration",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
         "packed rows that the model does not tell apart": "Its tokens meet outside of attention",
+        "positions that later padding changes": "counts positions in its own way",
         "a mask passed on": "sp_size=2 does not divide rows of 13 tokens",
         "an output per sample": "Its tokens meet outside of attention",
         "code for whole sequences": "on a part of a sequence raises",
