@@ -11,7 +11,7 @@ from rich.console import Console
 from ..config import DTYPE_ALIASES, ranks_text, size_text
 from ..errors import ConfigError
 from ..plan.machine import Machine
-from ..plan.network import LINKS, Link, Network
+from ..plan.network import LINKS, Network
 from ..tiers.tier import Tier
 from .plan import Asked
 from .show import print_json, table
@@ -36,19 +36,17 @@ def hardware(given: Mapping[str, Any]) -> tuple[Machine, Network]:
     """
     dtype, near = DTYPE_ALIASES.get(given["mixed_precision"], "float32"), LINKS["nvlink"]
     file, ranks = given["machine"], given["world_size"]
-    machine = Machine(
+    nominal = Machine(
         device_bandwidth=NOMINAL_DEVICE_BANDWIDTH, link_down=NOMINAL_LINK, link_up=NOMINAL_LINK, latency=near.latency_s,
         collective=near.bandwidth, flops={dtype: NOMINAL_FLOPS},
     )  # fmt: skip
-    if file is not None:
-        machine = Machine.load(file)
-        near = Link(machine.latency or 0.0, machine.collective or 1.0, file, machine.all_reduce)
+    machine = nominal if file is None else Machine.load(file)
     needed = ("device_bandwidth", *(("latency", "collective") if ranks > 1 else ()))
     lacking = [name for name in needed + _OFFLOAD[given["zero_offload_activations"]] if getattr(machine, name) is None]
-    lacking += [] if dtype in machine.flops else [f"flops[{dtype!r}]"]
+    lacking += [] if machine.flops.get(dtype) else [f"flops[{dtype!r}]"]
     if lacking:
         raise ConfigError(f"{file or 'an H100'} has no {', '.join(lacking)}: add what a rank reaches to --machine FILE")
-    return machine, Network(ranks, given["nodes"], near, LINKS[given["network"]], given["adapters"])
+    return machine, Network(ranks, given["nodes"], LINKS[given["network"]], given["adapters"])
 
 
 def run(asked: Asked, network: Network, as_json: bool) -> None:
@@ -59,7 +57,7 @@ def run(asked: Asked, network: Network, as_json: bool) -> None:
         found = by_kind.setdefault(each.kind, {"collectives": 0, "bytes_sent": 0, "seconds": 0.0})
         found["collectives"] += each.count
         found["bytes_sent"] += round(each.count * each.nbytes)
-        found["seconds"] += each.count * network.time_s(each)
+        found["seconds"] += each.count * network.time_s(each, asked.machine)
     peak_bytes = made.memory.at_peak(Tier.DEVICE)
     if as_json:
         print_json(

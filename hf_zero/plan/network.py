@@ -11,34 +11,24 @@ from .work import Collective
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`latency_s` before a message's first byte, then `bandwidth` bytes per second in each direction, of one adapter.
-
-    Attributes:
-        all_reduce: bytes per second of an all-reduce; None: `bandwidth`.
-    """
+    """`latency_s` before a message's first byte, then `bandwidth` bytes per second in each direction, of one adapter."""
 
     latency_s: float
     bandwidth: float
-    source: str
-    all_reduce: float | None = None
-
-    def bytes_per_s(self, collective: Collective) -> float:
-        return (self.all_reduce or self.bandwidth) if collective.is_all_reduce else self.bandwidth
 
 
 # A latency is one hop of a ring with the protocol for large messages: row Ring, column Simple of the table `hwLatencies` in
 # NCCL's tuner. Bandwidths are nominal, for one direction: real ones are lower.
-_HOP = "NCCL's tuner, hwLatencies, Ring, Simple"
 LINKS = {
-    "nvlink": Link(3.4e-6, 450e9, f"NVLink 4: 900 GB/s both ways together (NVIDIA H100 datasheet); latency: {_HOP}"),
-    "infiniband": Link(14e-6, 50e9, f"InfiniBand NDR: 400 Gb/s per adapter, per adapter; latency: {_HOP}"),
-    "ethernet": Link(14e-6, 12.5e9, f"100 Gb/s Ethernet (IEEE 802.3ba), per adapter; latency: {_HOP}"),
+    "nvlink": Link(3.4e-6, 450e9),  # NVLink 4: 900 GB/s both ways together (NVIDIA H100 datasheet)
+    "infiniband": Link(14e-6, 50e9),  # InfiniBand NDR: 400 Gb/s
+    "ethernet": Link(14e-6, 12.5e9),  # 100 Gb/s (IEEE 802.3ba)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The links between `ranks` ranks on `nodes` machines: `near` within a machine, `far` between machines.
+    """`ranks` ranks on `nodes` machines. The links within a machine are those of `Machine`, `far` is between machines.
 
     Ring collectives (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): a
     gather, a reduce-scatter or an exchange has N - 1 hops, an all-reduce 2 (N - 1), each as slow as the slowest link. As in
@@ -49,39 +39,30 @@ class Network:
     """
 
     ranks: int
-    nodes: int
-    near: Link
-    far: Link
+    nodes: int = 1
+    far: Link = LINKS["infiniband"]
     adapters: int = 0
 
-    @staticmethod
-    def of(machine: Machine, ranks: int) -> Network | None:
-        """Return equal links between all ranks, as a probe measured them; None without measurements."""
-        if machine.collective is None:
-            return None
-        link = Link(machine.latency or 0.0, machine.collective, "", machine.all_reduce)
-        return Network(ranks, 1, link, link)
-
-    def time_s(self, collective: Collective) -> float:
-        """Return the seconds of one of the collectives."""
+    def time_s(self, collective: Collective, machine: Machine) -> float:
+        """Return the seconds of one of the collectives. The machine's `collective` is known."""
         ranks, stride = collective.ranks, collective.stride
         if ranks == 1:
             return 0.0
-        each = self.ranks // self.nodes
+        each, near_latency_s = self.ranks // self.nodes, machine.latency or 0.0
         nodes = min(ranks, -(-ranks * stride // each))
-        near_s = collective.nbytes / self.near.bytes_per_s(collective)
-        turns = 2 if collective.is_all_reduce else 1
+        turns, near_rate = (2, machine.all_reduce) if collective.is_all_reduce else (1, None)
+        near_s = collective.nbytes / (near_rate or machine.collective or 1.0)
         if nodes == 1:
-            return turns * (ranks - 1) * self.near.latency_s + near_s
-        hops_s = turns * (nodes * self.far.latency_s + (ranks - nodes) * self.near.latency_s)
+            return turns * (ranks - 1) * near_latency_s + near_s
+        hops_s = turns * (nodes * self.far.latency_s + (ranks - nodes) * near_latency_s)
         share = min(1.0, max(1, each // stride) / each)  # of a machine's ranks: the others are in other groups
-        far_s = collective.nbytes / self.far.bytes_per_s(collective) / ((self.adapters or each) * share)
+        far_s = collective.nbytes / self.far.bandwidth / ((self.adapters or each) * share)
         return hops_s * (ranks - 1) / ranks + max(near_s, far_s)
 
-    def seconds(self, collectives: Iterable[Collective]) -> dict[tuple[str, str], float]:
-        """Return the seconds of all collectives, by phase and road, as keys of `work.Work`."""
+    def seconds(self, collectives: Iterable[Collective], machine: Machine) -> dict[tuple[str, str], float]:
+        """Return the seconds of all collectives, by phase and road, as keys of `work.Work`; empty if no speed is known."""
         out: dict[tuple[str, str], float] = {}
-        for each in collectives:
+        for each in collectives if machine.collective is not None else ():
             key = each.phase, each.road
-            out[key] = out.get(key, 0.0) + each.count * self.time_s(each)
+            out[key] = out.get(key, 0.0) + each.count * self.time_s(each, machine)
         return out

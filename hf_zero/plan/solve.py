@@ -62,7 +62,7 @@ class PlanInputs(Setup):
 
     Args:
         batch: for activations and computing time; None: both are left out.
-        network: the links between ranks; None: those of the machine.
+        network: the machines of the ranks; None: one.
     """
 
     batch: Batch | None = None
@@ -148,8 +148,8 @@ class PlanInputs(Setup):
         collectives, work = work_in_total(placements, self._keeping(placements), exchanges)
         for road, nbytes in moved.items():
             work[PASSES, road] = work.get((PASSES, road), 0) + micros * nbytes
-        network = self.network or Network.of(self.machine, self.world_size)
-        parts = seconds(work, self.machine, self.compute_s, {} if network is None else network.seconds(collectives))
+        network = self.network or Network(self.world_size)
+        parts = seconds(work, self.machine, self.compute_s, network.seconds(collectives, self.machine))
         return Step(traffic_of(work, collectives), tuple(collectives), parts, step_seconds(parts, self))
 
 

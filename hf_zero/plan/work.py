@@ -229,7 +229,7 @@ def seconds(
 
     Args:
         compute_s: of all passes.
-        sent_s: of collectives, from `Network.seconds`; empty if the network is not known.
+        sent_s: of collectives, from `Network.seconds`; empty if their speed is not known.
     """
     parts: dict[tuple[str, str], float | None] = {(PASSES, "compute"): compute_s} if compute_s != 0 else {}
     for (phase, road), value in work.items():
