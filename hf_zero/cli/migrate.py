@@ -118,9 +118,11 @@ DEEPSPEED = (
     Row("optimizer.params.betas", "trainer", "adam_beta1, adam_beta2"),
     Row("optimizer.params.eps", "trainer", "adam_epsilon"),
     Row("optimizer.params.weight_decay", "trainer", "weight_decay"),
+    Row("optimizer.params.adam_w_mode", "trainer", "", {"true": None}, "pass torch.optim.Adam to the Trainer as an object"),
     Row("scheduler.type", "trainer", "lr_scheduler_type", {
         "warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine",
     }, "another schedule is passed to the Trainer as an object"),
+    Row("scheduler.params.warmup_type", "trainer", "", {"linear": None}, "the Trainer's warm-up is linear"),
     Row("scheduler.params.warmup_max_lr", "trainer", "learning_rate"),
     Row("scheduler.params.warmup_num_steps", "trainer", "warmup_steps"),
     Row("scheduler.params.total_num_steps", "trainer", "max_steps"),
@@ -148,8 +150,7 @@ DEEPSPEED = (
         "gradients are accumulated in float32": "data_types.grad_accum_dtype",
         "gradients are averaged in float32": "prescale_gradients gradient_predivide_factor",
         "follows from rows per rank, accumulation and ranks": "train_batch_size",
-        "torch's own AdamW": "optimizer.params.torch_adam optimizer.params.adam_w_mode optimizer.legacy_fusion",
-        "the Trainer's warm-up is linear": "scheduler.params.warmup_type",
+        "torch's own AdamW": "optimizer.params.torch_adam optimizer.legacy_fusion",
         "the disk tier chooses its requests itself": "aio.*",
         _WHOLE: "checkpoint.*",
         "hf-zero report shows it": "wall_clock_breakdown memory_breakdown comms_logger.*",
@@ -445,7 +446,8 @@ def _finish(made: Migration) -> None:
     if policy is not None and policy.keep_full and settings.get("offload_params", "none") != "none":
         unused.append(("offload_params", f"stage {stage} keeps full parameters on the device"))
     if policy is not None and not policy.shard:
-        unused += [(name, f"stage {stage} shards nothing") for name in ("wire", "replicas") if name in settings]
+        several = ("wire", "replicas", "offload_optimizer")  # refused on several ranks
+        unused += [(name, f"stage {stage} shards nothing") for name in several if name in settings]
     for name, why in unused:
         made.findings.append(Finding(name, settings.pop(name), "not needed", "", why))
     if "disk" not in (settings.get("offload_optimizer"), settings.get("offload_params")):
@@ -463,7 +465,7 @@ def _show(made: Migration, file: str) -> None:
     """Print the command, the same as code, and one table of all settings: those that need attention first."""
     console = Console()
     text(console, "Run your script (with zero.ZeroTrainingArguments) as:", "bold")
-    pasted(console, as_command(made.ranks, made.settings, made.trainer))
+    pasted(console, as_command(made.ranks, made.settings, made.trainer, made.machines))
     text(console, "Or in Python (for an Accelerator, the last argument alone):", "bold")
     for line in as_training_arguments(made.settings, made.trainer):
         pasted(console, line)

@@ -90,12 +90,16 @@ def as_plugin(settings: Mapping[str, Any]) -> str:
     return f"zero.ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
-def as_command(ranks: int | None, settings: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
-    """Write the command of a script with `zero.ZeroTrainingArguments`; None: the number of ranks is not known."""
-    nodes = ""
-    if ranks is not None and ranks > 8 and ranks % 8 == 0:
-        nodes = f"--nnodes {ranks // 8} --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 "  # as docs/launch.md
-    each = "RANKS" if ranks is None else 8 if nodes else ranks
+def as_command(
+    ranks: int | None, settings: Mapping[str, Any], trainer: Mapping[str, Any], machines: int | None = None
+) -> str:
+    """Write the command of a script with `zero.ZeroTrainingArguments`. None: not known; machines have 8 ranks at most."""
+    if ranks is None:
+        machines = 1
+    elif machines is None or ranks % machines:
+        machines = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
+    nodes = f"--nnodes {machines} --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 " if machines > 1 else ""
+    each = "RANKS" if ranks is None else ranks // machines
     return f"torchrun {nodes}--nproc-per-node {each} train.py --output-dir out {as_flags(settings, trainer)}".strip()
 
 

@@ -153,6 +153,8 @@ def test_sizes_and_commands_that_are_shown() -> None:
     assert [short_size(size * 2**30) for size in sizes] == ["1.23 GiB", "12.3 GiB", "123 GiB", "0"]
     for ranks, launched in ((None, "RANKS"), (4, "4"), (12, "12"), (8, "8")):
         assert as_command(ranks, {}, {}) == f"torchrun --nproc-per-node {launched} train.py --output-dir out"
+    for ranks, machines, launched in ((16, 4, "--nnodes 4"), (8, 2, "--nnodes 2"), (16, 1, "--nproc-per-node 16 ")):
+        assert launched in as_command(ranks, {}, {}, machines)
     assert as_command(24, {"stage": 3}, {"bf16": True, "fp16": False}) == (
         "torchrun --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 8 "
         "train.py --output-dir out --zero-stage 3 --bf16"

@@ -164,6 +164,12 @@ TRAINER_FSDP = {
     "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 }
 TRAINER_HYBRID = {"fsdp": ["hybrid_shard", "auto_wrap"], "fsdp_config": {"limit_all_gathers": True, "xla": False}}
+NO_SHARD = {"fsdp_sharding_strategy": "NO_SHARD", "fsdp_offload_params": True}
+L2_ADAM = {
+    "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}},
+    "zero_optimization": {"stage": 1},
+}
 FSDP_CONFIG = {
     "version": 2,
     "reshard_after_forward": True,
@@ -212,6 +218,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], set[str]]] = {
     "mics off": (MICS_OFF, {"stage": 3}, {}, set()),
     "wire at stage 0": (WIRE_0, {"stage": 0}, {}, set()),
     "hybrid on two machines": (ACCELERATE_HYBRID, {"stage": 3, "replicas": 2}, {}, set()),
+    "no shard": (NO_SHARD, {"stage": 0}, {}, set()),
+    "other numbers": (
+        L2_ADAM,
+        {"stage": 1},
+        {"optim": "adamw_torch", "lr_scheduler_type": "constant_with_warmup"},
+        {"optimizer.params.adam_w_mode", "scheduler.params.warmup_type"},
+    ),
     "quiet": (QUIET, {"stage": 3}, {}, set()),
     "fsdp1": (
         ACCELERATE_FSDP1,
