@@ -33,7 +33,8 @@ ONLY_HERE = {
     "huggingface_hub": ("checkpoint.cards", "checkpoint.hub", "checkpoint.weights", "cli.models"),  # names of models
     # `process_group`: how many processes the launcher started, which torch reports only once a group is open. `position`:
     # gloo's network interface, which torch does not report. `tiers.host`: the settings of malloc, which glibc does not report.
-    "os.environ": ("huggingface", "cli", "comm.process_group", "comm.position", "tiers.host"),
+    # `plan.machine`: the user's cache.
+    "os.environ": ("huggingface", "cli", "comm.process_group", "comm.position", "tiers.host", "plan.machine"),
     "os.getenv": ("huggingface", "cli"),
 }
 STREAMS = ("comm.group_wire", "comm.inflight", "tiers.host")

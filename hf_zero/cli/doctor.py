@@ -26,7 +26,7 @@ from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_byt
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from . import OK, WRONG
-from .files import cache_folder, read_settings, writable
+from .files import read_settings, writable
 from .show import print_json, short_size, table, text
 
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
@@ -147,7 +147,8 @@ def _disk(offload_dir: str | None) -> Check:
 
 def _accelerate() -> Check:
     """Check what `accelerate launch` does without further flags."""
-    folder, what = Path(os.environ.get("HF_HOME") or cache_folder("huggingface")) / "accelerate", "accelerate launch"
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    folder, what = Path(os.path.expanduser(home), "accelerate"), "accelerate launch"
     names = ("default_config.yaml", "default_config.json")
     path = next((folder / name for name in names if (folder / name).exists()), None)
     if path is None:
@@ -166,7 +167,7 @@ def _accelerate() -> Check:
 
 def _speeds() -> Check:
     """Check for the speeds that `plan` needs to predict times; those of collectives need several ranks."""
-    path, what = kept(cache_folder()), "measured speeds"
+    path, what = kept(), "measured speeds"
     command = f"torchrun --nproc-per-node {torch.cuda.device_count() or 2} -m hf_zero probe"
     if not path.exists():
         return Check(what, "none", f"for step times in hf-zero plan: {command}")
@@ -197,7 +198,7 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
         wire.start(STALL_S)  # messages as an engine's
         found = machine.probe(accelerator.device, wire, ranks=wire.ranks_here(), offload_dir=offload_dir)
         if wire.rank == 0:
-            path = kept(cache_folder()) if output is None else Path(output)
+            path = kept() if output is None else Path(output)
             replaced = ", replaces the previous one" if output is None and path.exists() else ""
             found.keep(path)
             if busy > BUSY_SHARE:

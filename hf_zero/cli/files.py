@@ -16,11 +16,6 @@ MAX_YAML_BYTES = 256 << 10
 _MOST_DEEP = 50
 
 
-def cache_folder(name: str = "hf_zero") -> Path:
-    """Return a package's cache folder (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
-
-
 def writable(path: str | None) -> None:
     """Check that a file can be written, before the work that makes it.
 

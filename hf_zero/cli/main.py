@@ -153,6 +153,8 @@ def plan(
     given = locals()
     if load_in_4bit and not lora:
         raise ConfigError("--load-in-4bit needs --lora RANK: quantized weights are frozen")
+    if zero_step_in_backward and mixed_precision == "fp16":
+        raise ConfigError("--zero-step-in-backward does not go with fp16: use bf16")
     config = _config(given, max(STAGES) if zero_stage is None else zero_stage)
     from .models import look_up
 

@@ -16,14 +16,13 @@ from ..config import DTYPE_ALIASES, STAGES, ZeroConfig, parse_bytes, ranks_text,
 from ..core.precision import Precision
 from ..errors import ConfigError
 from ..plan.costs import KINDS, STATES, TIERS
-from ..plan.machine import MARGIN, Machine, here, host_name, kept
+from ..plan.machine import MARGIN, Machine, here, host_name, measured
 from ..plan.outline import Batch
 from ..plan.plan import Plan, plan
 from ..plan.solve import PlanInputs, excess
 from ..plan.work import ROADS
 from ..tiers.tier import Tier
 from . import OK, WRONG
-from .files import cache_folder
 from .models import Model, What, build
 from .show import (
     as_command,
@@ -88,6 +87,8 @@ class Asked(PlanInputs):
         """
         mode, lora, in_4bit = given["mixed_precision"], given.get("lora", 0), given.get("load_in_4bit", False)
         model = build(given["model"], *found, lora, DTYPE_ALIASES.get(mode, "float32"), in_4bit)
+        if model.architecture is not None and model.architecture.heads % config.sp_size:
+            raise ConfigError(f"--zero-sp-size must divide the model's {model.architecture.heads} attention heads")
         precision = Precision.of(mode, config.reduce_dtype, config.full_precision, config.wire)
         checkpoints = given["gradient_checkpointing"] or config.offload_activations != "none"
         batch = Batch(given["batch"], given["sequence"], checkpoints, model.architecture)
@@ -161,9 +162,9 @@ def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space
     if file is not None:
         machine, source = Machine.load(file), file
     else:
-        path = kept(cache_folder())
-        machine, source = (Machine.load(path), f"hf-zero probe on {host_name()}") if path.exists() else (Machine(), "")
-        machine = replace(machine, device_memory=None, host_memory=None, disk_free=None)
+        found = measured()
+        source = f"hf-zero probe on {host_name()}" if found is not None else ""
+        machine = replace(found or Machine(), device_memory=None, host_memory=None, disk_free=None)
         if config.is_auto:
             ranks = max(1, min(world_size, torch.cuda.device_count() or world_size))
             free = here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
@@ -217,7 +218,7 @@ def _show_answer(console: Console, asked: Asked, budgets: Mapping[str, int], mad
             console, asked, f"{memory} fits", made, "Nothing fits: use more ranks, more memory or a smaller model."
         )
         return
-    found = list(choices(asked))
+    found = [made for made in choices(asked) if not excess(budgets, made.memory)]
     fitting: dict[str, Plan | None] = {}
     for name, size in GPUS.items():
         fitting[name] = next((each for each in found if each.memory.at_peak(Tier.DEVICE) <= size), None)
@@ -264,11 +265,6 @@ def _show_settings(console: Console, precision: str, made: Plan) -> None:
 # Tables -------------------------------------------------------------------------------------------
 
 
-def _smallest_gpu(device_bytes: int) -> Text:
-    name = next((name for name, size in GPUS.items() if device_bytes <= size), None)
-    return Text(f"none of {len(GPUS)}", style=BAD) if name is None else Text(name, style=GOOD)
-
-
 def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
     tiers = [tier for tier in TIERS if any(made.memory.at_peak(tier) for made in plans) or tier is Tier.DEVICE]
     has_budget = any(made.inputs.budgets for made in plans)
@@ -276,11 +272,10 @@ def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
     for made in plans:
         states = [sum(made.memory.stored[tier][kind] for tier in TIERS) for kind in STATES]
         sizes = [*states, *(made.memory.at_peak(tier) for tier in tiers)]
-        fits = Text("yes", style=GOOD) if made.fits else Text("no", style=BAD)
-        fits = fits if has_budget else _smallest_gpu(made.memory.at_peak(Tier.DEVICE))
-        rows.append([str(made.config.stage), *map(short_size, sizes), fits])
+        fits = [Text("yes", style=GOOD) if made.fits else Text("no", style=BAD)] if has_budget else []
+        rows.append([str(made.config.stage), *map(short_size, sizes), *fits])
     peaks = [f"{tier.value} peak" for tier in tiers]
-    columns = ("stage", "params", "grads", "optim", *peaks, "fits" if has_budget else "GPU")
+    columns = ("stage", "params", "grads", "optim", *peaks, *(["fits"] if has_budget else []))
     offload = asked.config.offloads or asked.batch.checkpointing
     caption = "params, grads, optim: between backward and step, over all tiers"
     title = f"All stages, {'with the flags given' if offload else 'without offload or checkpointing'}, per rank"
@@ -308,8 +303,6 @@ def _show_details(console: Console, made: Plan) -> None:
     limits = made.inputs.budgets
     if limits:
         sums.append(["budget", *(short_size(limits[tier.value]) if tier.value in limits else "" for tier in shown)])
-    if not limits.keys() & {"device", "together"}:
-        sums.append(["smallest GPU", _smallest_gpu(memory.at_peak(Tier.DEVICE)), *[""] * (len(shown) - 1)])
     columns = ["per rank", *(tier.value for tier in shown)]
     caption = "between backward and step → at peak"
     table(console, f"Stage {made.config.stage}", columns, kinds, sums, caption=caption)

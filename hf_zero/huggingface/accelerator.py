@@ -6,12 +6,10 @@ its type, the optimizer and its param_groups stay the same objects.
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 from accelerate import Accelerator
@@ -29,7 +27,7 @@ from ..errors import ConfigError, LayoutError, UnsupportedOptimizerError
 from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
 from ..params.shard import shard, take_wrapper_off
-from ..plan.machine import Machine, kept
+from ..plan.machine import measured
 from ..sequence.parallel import SequenceParallel
 from .accelerator_state import ZeroStateMixin
 from .arguments import check_counts
@@ -140,13 +138,10 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
                     device = self.device  # unit by unit: the model may not fit
                 else:
                     model.to(self.device)
-            # Measurements of `hf-zero probe` on this host, if any.
-            path = kept(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero")
-            probed = Machine.load(path) if path.exists() else None
             # The precision in force: accelerate has no autocast for fp16 on CPU, and autocast can be disabled.
             on = self.native_amp and (self.autocast_handler is None or self.autocast_handler.enabled)
             precision = str(self.mixed_precision) if on else "no"
-            engine = shard(model, mine, config, mixed_precision=precision, machine=probed, device=device)
+            engine = shard(model, mine, config, mixed_precision=precision, machine=measured(), device=device)
             engine.observer(SequenceParallel).automatic = True
         elif engine.config != config:
             raise ConfigError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import platform
 import re
 import shutil
@@ -26,6 +28,8 @@ from ..tiers.disk import Disk
 from ..tiers.host import Link
 from ..tiers.tier import Meter
 
+_LOG = logging.getLogger(__name__)
+
 MARGIN = 0.1
 """Share of free memory that a plan leaves to allocators, libraries and other programs if no budget is given."""
 DISK_MARGIN = 0.05
@@ -34,6 +38,10 @@ _TURN_BYTES = 256 << 20
 """Copied, written or read in one turn of a probe."""
 _REPEATS = 3
 _LEAST_GEMM, _MOST_GEMM, _GEMM_S = 256, 8192, 0.02
+
+
+_SIZES = ("device_memory", "host_memory", "disk_free", "shares_memory")
+"""Fields of a machine that are not speeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +78,7 @@ class Machine:
 
     def with_speeds_of(self, other: Machine) -> Machine:
         """Return a machine with these bytes and the speeds of `other`."""
-        bytes_ = ("device_memory", "host_memory", "disk_free", "shares_memory")
-        return replace(other, **{name: getattr(self, name) for name in bytes_})
+        return replace(other, **{name: getattr(self, name) for name in _SIZES})
 
     @staticmethod
     def load(path: str | Path) -> Machine:
@@ -93,16 +100,14 @@ class Machine:
             for entry in value.values() if name == "flops" else [value]:
                 if entry is not None and (not isinstance(entry, (int, float)) or not 0 <= entry < float("inf")):
                     raise ConfigError(f"{path}: {name} must be a number that is not negative, found {entry!r}")
+                if entry == 0 and name not in (*_SIZES, "latency"):
+                    raise ConfigError(f"{path}: {name} is 0: leave it out if it is not known")
         return Machine(**values)
 
     def keep(self, path: Path) -> None:
-        """Write a machine file, atomically. Speeds of collectives stay if this probe, of one rank, has none."""
-        values = asdict(self)
-        if self.collective is None and path.exists():
-            before = asdict(Machine.load(path))
-            values |= {name: before[name] for name in ("collective", "all_reduce", "latency")}
+        """Write a machine file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
+        replace_file(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @staticmethod
     def least(machines: Iterable[Machine]) -> Machine:
@@ -122,9 +127,20 @@ class Machine:
         )
 
 
-def kept(cache: Path) -> Path:
-    """Return the file in folder `cache` that holds the measurements of this host."""
-    return cache / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json"
+def kept() -> Path:
+    """Return the file with the measurements of this host, in the user's cache (XDG base directory specification)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "hf_zero", f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json")
+
+
+def measured() -> Machine | None:
+    """Return what `hf-zero probe` measured on this host; None if it has not run, or its file cannot be used."""
+    path = kept()
+    try:
+        return Machine.load(path) if path.exists() else None
+    except ConfigError as error:
+        _LOG.warning("no measured speeds: %s. Run `hf-zero probe` again", error)
+        return None
 
 
 # Bytes --------------------------------------------------------------------------------------------------------------
@@ -198,33 +214,28 @@ def group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/p
 # Speeds -------------------------------------------------------------------------------------------------------------
 
 
-def probe(
-    device: torch.device, wire: Wire, *, ranks: int = 1, offload_dir: str | None = None, nbytes: int = _TURN_BYTES
-) -> Machine:
+def probe(device: torch.device, wire: Wire, *, ranks: int = 1, offload_dir: str | None = None) -> Machine:
     """Measure this machine on all ranks at the same time, in some seconds. On several ranks a collective.
 
     Every speed is the best of a few turns. The disk is measured last, with O_DIRECT where the file system allows it, on a
     temporary file in `offload_dir`.
 
-    Args:
-        nbytes: copied, written or read in one turn.
-
     Raises:
         ConfigError, TierError: the folder cannot be used.
     """
-    host = _optimizer_bandwidth(torch.device("cpu"), nbytes)
-    down, up = _link_bandwidth(device, nbytes)
+    host = _optimizer_bandwidth(torch.device("cpu"))
+    down, up = _link_bandwidth(device)
     collectives: dict[str, Any] = dict(measure(device, wire))
     found = replace(
         here(device, ranks=ranks, offload_dir=offload_dir),
         host_bandwidth=host,
-        device_bandwidth=_optimizer_bandwidth(device, nbytes) if device.type == "cuda" else host,
+        device_bandwidth=_optimizer_bandwidth(device) if device.type == "cuda" else host,
         link_down=down,
         link_up=up,
         flops={name: _gemm_flops(device, getattr(torch, name)) for name in ("float32", "bfloat16", "float16")},
         **collectives,
     )
-    read, write = _disk_bandwidth(offload_dir, wire, nbytes)
+    read, write = _disk_bandwidth(offload_dir, wire)
     everyone: list[Machine] = wire.exchange(replace(found, disk_read=read, disk_write=write))
     return Machine.least(everyone)
 
@@ -261,9 +272,9 @@ def _best_s(device: torch.device, action: Callable[[], object]) -> float:
     return min(_turns(device, action, _REPEATS))
 
 
-def _optimizer_bandwidth(device: torch.device, nbytes: int) -> float:
+def _optimizer_bandwidth(device: torch.device) -> float:
     """Time a fused AdamW step: it reads master, gradient and two moments, and writes all but the gradient (28 bytes each)."""
-    param = torch.nn.Parameter(torch.ones(nbytes // 32, device=device))
+    param = torch.nn.Parameter(torch.ones(_TURN_BYTES // 32, device=device))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
     return 28 * param.numel() / _best_s(device, optimizer.step)
@@ -280,17 +291,17 @@ def _gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
         size *= 2
 
 
-def _link_bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
+def _link_bandwidth(device: torch.device) -> tuple[float, float]:
     """Return bytes per second down and up; on a CPU device both are copies within host memory."""
-    link = Link(device, Meter())
+    link, nbytes = Link(device, Meter()), _TURN_BYTES
     on_host, on_device = link.empty(nbytes, torch.uint8).fill_(1), torch.ones(nbytes, dtype=torch.uint8, device=device)
     down = _best_s(device, lambda: link.down(on_device, on_host))
     return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device))
 
 
-def _disk_bandwidth(offload_dir: str | None, wire: Wire, nbytes: int) -> tuple[float, float]:
+def _disk_bandwidth(offload_dir: str | None, wire: Wire) -> tuple[float, float]:
     """Return bytes per second of reads and writes, in pieces that move at the same time, as in the disk tier."""
-    disk, cpu = Disk(offload_dir, wire.rank, Meter()), torch.device("cpu")
+    disk, cpu, nbytes = Disk(offload_dir, wire.rank, Meter()), torch.device("cpu"), _TURN_BYTES
     try:
         region, buffer = disk.take(nbytes), Link(cpu, disk.meter).empty(nbytes, torch.uint8).fill_(7)
         wire.barrier()
@@ -308,13 +319,10 @@ _TURNS, _SMALL_TURNS = 7, 21
 _SMALL_BYTES, _LARGE_BYTES, _ALL_REDUCE_BYTES = 1 << 10, 64 << 20, 32 << 20
 
 
-def measure(device: torch.device, wire: Wire, largest: int = _LARGE_BYTES) -> dict[str, float]:
+def measure(device: torch.device, wire: Wire) -> dict[str, float]:
     """Time a small and a large gather, as the engine issues them, and an all-reduce; medians, in some seconds.
 
     A collective with the same result on every rank. Empty on one rank.
-
-    Args:
-        largest: bytes that a rank sends in the large gather.
 
     Returns:
         `latency`: seconds of one hop of a gather, which has `ranks - 1` hops. `collective`: bytes per second that a rank sends
@@ -329,11 +337,11 @@ def measure(device: torch.device, wire: Wire, largest: int = _LARGE_BYTES) -> di
         taken_s = statistics.median(_turns(device, lambda: wire.gather(full, own, 0), turns, wire))
         return 4 * numel * (wire.size - 1), max(wire.exchange(taken_s))
 
-    (small, small_s), (large, large_s) = gather(_SMALL_BYTES, _SMALL_TURNS), gather(largest, _TURNS)
+    (small, small_s), (large, large_s) = gather(_SMALL_BYTES, _SMALL_TURNS), gather(_LARGE_BYTES, _TURNS)
     if large_s <= small_s:
         raise ConfigError(f"{large} bytes took no longer than {small} bytes; measure again on an idle machine")
     bandwidth = (large - small) / (large_s - small_s)
-    values = torch.ones(min(_ALL_REDUCE_BYTES, largest) // 4, device=device)
+    values = torch.ones(_ALL_REDUCE_BYTES // 4, device=device)
     taken_s = statistics.median(_turns(device, lambda: wire.average(values, values, 0), _TURNS, wire))
     return {
         "latency": max(0.0, small_s - small / bandwidth) / (wire.size - 1),

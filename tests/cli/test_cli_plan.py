@@ -10,12 +10,15 @@ import sys
 import time
 
 import pytest
+import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
+from hf_zero.plan.machine import kept as measured_file
 from tests.cli.test_hostile_input import refused
 from tests.kit.common import gpt2
 
@@ -179,7 +182,7 @@ def test_one_peak_has_one_number(capsys):
     out = run(capsys, "plan", "llama3-8b", "--world-size", 8)
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
     by_gpu = {row[1]: row[2] for row in rows if len(row) == 4 and row[0]}
-    by_stage = {f"stage {row[0]}": row[4] for row in rows if len(row) == 6}
+    by_stage = {f"stage {row[0]}": row[4] for row in rows if len(row) == 5}
     assert {name: by_stage[name] for name in by_gpu.keys() & by_stage.keys()} == {
         name: by_gpu[name] for name in ("stage 2", "stage 3")
     }
@@ -192,6 +195,9 @@ def test_what_does_not_fit_exits_with_1(capsys):
     out = run(capsys, "plan", "7B", "--zero-stage", 2, "--device-memory", "24GiB", status=1)
     assert "24.00 GiB fits stage 3" in out
     assert "device_memory is short of" in " ".join(out.split())
+    out = run(capsys, "plan", "7B", "--world-size", 1, "--host-memory", "1GiB")
+    assert "141 GB GPUs fit stage 2" in out
+    assert "on cpu" not in out
 
 
 @pytest.mark.parametrize("more", [(), ("--zero-stage", "3"), ("--device-memory", "8GiB")])
@@ -297,11 +303,21 @@ def test_units_that_stay_gathered_are_shown(capsys):
     assert kept["traffic"]["gather"] < bare["traffic"]["gather"]
 
 
+def fresh() -> None:
+    """The command is a process of its own; tests before this one were not."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
 def test_a_probe_is_kept_and_used(capsys, cache, folder, tmp_path):
+    """A file of another version, or a damaged one, is no error in plans and training, and is replaced."""
+    cache.mkdir(parents=True)
+    measured_file().write_text('{"speed": 1}')
     before = values_of(capsys, folder, "--world-size", 1, "--zero-stage", 3, "--sequence", 16)
     assert before["step_s"] is None
-    AcceleratorState._reset_state(True)  # the command is a process of its own; tests before this one were not
-    GradientState._reset_state()
+    fresh()
+    Accelerator(cpu=True, parallelism_config=zero.ZeroPlugin()).prepare(torch.nn.Linear(2, 2))
+    fresh()
     (tmp_path / "disk").mkdir()
     measured = json.loads(run(capsys, "probe", "--json", "--offload-dir", tmp_path / "disk"))
     for name in ("host_bandwidth", "device_bandwidth", "link_down", "link_up", "disk_read", "disk_write"):

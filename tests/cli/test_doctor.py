@@ -15,9 +15,10 @@ from hf_zero.tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of our own."""
+    """A cache of our own, and a folder that accelerate finds from the home folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", "~/hf")
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path / "hf"
 

@@ -294,6 +294,8 @@ TYPED = {
     "plan 7B --device-memory -5GiB": "--device-memory: expected a size",
     "plan 7B --device-memory 24": "did you mean",
     "plan gpt2 --load-in-4bit": "needs --lora",
+    "plan gpt2 --zero-sp-size 5 --world-size 5": "must divide the model's 12 attention heads",
+    "plan gpt2 --zero-step-in-backward --mixed-precision fp16": "does not go with fp16",
     "plan \0": "null character",
     "plan 7B --machine \0": "null character",
     "simulate \0": "null character",

@@ -70,17 +70,12 @@ def test_files_of_machines(tmp_path):
         ('{"link_up": NaN}', "link_up must be a number"),
         ('{"link_up": 1e999}', "link_up must be a number"),
         ('{"flops": 3}', "flops must be numbers"),
+        ('{"flops": {"float32": 0}}', "flops is 0"),
+        ('{"link_down": 0}', "link_down is 0"),
     ):
         path.write_text(text)
         with pytest.raises(zero.ConfigError, match=message):
             Machine.load(path)
-
-
-def test_a_probe_of_one_rank_keeps_what_several_measured(tmp_path):
-    path = tmp_path / "machine.json"
-    Machine(collective=1e9, latency=1e-4, link_up=1.0).keep(path)
-    Machine(link_up=2.0).keep(path)
-    assert Machine.load(path) == Machine(collective=1e9, latency=1e-4, link_up=2.0)
 
 
 def test_a_plan_is_for_the_least_of_all_ranks():
