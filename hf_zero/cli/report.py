@@ -64,15 +64,6 @@ PARTS = {
 }
 """Label of each part of a step."""
 
-_NEEDED: Mapping[str, tuple[str, ...]] = {
-    "facts": ("predicted", "world_size", "stage", "precision"),
-    "step": (
-        "step", "at_s", "seconds", "between_s", "forwards", "evaluations", "bytes", "wait_s", "peak",
-        "process",
-    ),
-    "log": ("step", "values"),
-}  # fmt: skip
-
 
 # Reading ------------------------------------------------------------------------------------------
 
@@ -164,10 +155,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(record, dict) or "kind" not in record:
-        return None
-    needed = _NEEDED.get(str(record["kind"]), ())
-    return record if all(name in record for name in needed) else None
+    return record if isinstance(record, dict) and "kind" in record else None
 
 
 def read_all(path: Path) -> list[Run]:

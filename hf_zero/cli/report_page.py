@@ -34,8 +34,8 @@ def run(folder: str, other: str | None, png: str | None, html: str | None, as_js
     if other and (png or html):
         raise ConfigError("a picture or page shows one run, found two. Leave one run or the file out")
     folders = [each for each in (folder, other) if each]
-    found = [read_all(Path(each)) for each in folders]
     try:
+        found = [read_all(Path(each)) for each in folders]
         if other:
             _compare([summary(runs) for runs in found], folders, as_json)
         else:

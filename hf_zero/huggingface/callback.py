@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -142,7 +141,7 @@ class ZeroCallback(TrainerCallback):
             about["ranks"] = ONE_RANK
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
         name = type(engine.model).__name__
-        return start(engine.report(), name, limits(engine, ranks_here), about, _columns())
+        return start(engine.report(), name, limits(engine, ranks_here), about)
 
     def _go_first(self, trainer: Trainer) -> None:
         """Go before all other callbacks, so that they find measurements in logs. Those that print logs print short lines."""
@@ -195,7 +194,7 @@ class ZeroCallback(TrainerCallback):
         steps, seconds = state.global_step - self._first_step, time.perf_counter() - self._began
         folder = None if path is None else path.parent
         there = saved if self._saved_at == state.global_step and saved.is_dir() else None
-        show(end(report, steps, seconds, throughput, folder, there, _columns()))
+        show(end(report, steps, seconds, throughput, folder, there))
         if self.verbose:
             show(report.comparison())
 
@@ -203,10 +202,6 @@ class ZeroCallback(TrainerCallback):
 def rows_of(args: TrainingArguments, state: TrainerState) -> int:
     """Return the rows of a micro-batch; `auto_find_batch_size` may have chosen fewer than the arguments ask for."""
     return (state.train_batch_size if args.auto_find_batch_size else None) or args.per_device_train_batch_size
-
-
-def _columns() -> int:
-    return shutil.get_terminal_size((80, 24)).columns
 
 
 class PreemptionCallback(TrainerCallback):
@@ -292,9 +287,8 @@ _HYPERPARAMETERS = (
 
 
 def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
-    """Return what a checkpoint says about its run; memory is that of the highest rank. A collective."""
-    report, args = engine.report(), trainer.args
-    everyone: list[dict[str, int]] = engine.exchange(dict(report.measured))
+    """Return what a checkpoint says about its run."""
+    args = trainer.args
     base = getattr(getattr(trainer.model, "config", None), "_name_or_path", None)
     unused = "num_train_epochs" if args.max_steps > 0 else "max_steps"
     chosen = {

@@ -5,7 +5,6 @@ Tiers, kinds and roads are strings here: `device`, `host`, `disk`; those of `cos
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
@@ -16,7 +15,7 @@ from ..config import ranks_text, size_text
 from ..core.layout import Layout, itemsize
 
 _MIB = 1 << 20
-MOST_WIDTH = 100
+_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | float | None]])
     for row in rows:
         cells = ("" if cell is None else cell if isinstance(cell, str) else f"{cell / _MIB:.1f}" for cell in row)
         made.add_row(*cells)
-    console = Console(file=StringIO(), width=MOST_WIDTH, color_system=None, markup=False)
+    console = Console(file=StringIO(), width=_WIDTH, color_system=None, markup=False)
     with console.capture() as capture:
         console.print(made)
     return "\n" + capture.get().rstrip("\n")
@@ -147,8 +146,6 @@ def data_parallel(layout: Layout, optimizer_tensors: int) -> dict[str, int]:
 # One screen -----------------------------------------------------------------------------------------------------------
 
 
-LEAST_WIDTH = 40
-_LABEL = 12
 _SHARDED = {
     0: "nothing sharded: plain data parallel",
     1: "optimizer state sharded",
@@ -157,16 +154,13 @@ _SHARDED = {
 }
 
 
-def start(
-    report: Report, model: str, limits: Mapping[str, tuple[int, str]], about: Mapping[str, str], columns: int
-) -> str:
+def start(report: Report, model: str, limits: Mapping[str, tuple[int, str]], about: Mapping[str, str]) -> str:
     """Return one screen: the sharding, and the planned peak of each tier against its limit.
 
     Args:
         model: its name.
         limits: of this rank by tier; see `diagnostics.usage`.
         about: further rows, label and text, after the model.
-        columns: of the terminal.
     """
     share = f"{report.trainable / max(report.parameters, 1):.2%}"
     trained = "" if report.trainable == report.parameters else f", {report.trainable:,} trainable ({share})"
@@ -180,21 +174,15 @@ def start(
         [
             f"hf_zero: ZeRO stage {report.stage} on {ranks_text(report.world_size)}",
             f"  {_SHARDED[report.stage]}",
-            *_folded(rows, columns),
+            *_aligned(rows),
             "  memory per rank at its peak, planned (activations not counted)",
-            *_folded(_peaks(report, limits), columns),
+            *_aligned(_peaks(report, limits)),
         ]
     )
 
 
-def _folded(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
-    """Yield `label text`, wrapped at the terminal's width."""
-    width = max(LEAST_WIDTH, min(columns, MOST_WIDTH))
-    for label, text in rows:
-        yield from textwrap.wrap(
-            text, width, initial_indent=f"  {label:<{_LABEL - 2}}", subsequent_indent=" " * _LABEL,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+def _aligned(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    return (f"  {label:<10}{text}" for label, text in rows)
 
 
 def _peaks(report: Report, limits: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, str]]:
@@ -221,7 +209,6 @@ def end(
     throughput: tuple[float, float],
     folder: Path | None,
     saved: Path | None,
-    columns: int,
 ) -> str:
     """Return the verdict in a few lines: time, throughput, memory against the plan, waits, and where files are.
 
@@ -231,7 +218,6 @@ def end(
         throughput: samples and tokens per second of all ranks; 0: none.
         folder: folder of the record, for `hf-zero report`.
         saved: folder of the model.
-        columns: of the terminal.
     """
     samples_per_s, tokens_per_s = throughput
     rate = f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
@@ -251,12 +237,10 @@ def end(
     if report.step_s and waited and waited[0][0] > 0:
         total = sum(wait_s for wait_s, _ in waited) / report.step_s
         rows.append(("waiting", f"{total:.0%} of a step, most for {waited[0][1]} ({waited[0][0] / report.step_s:.0%})"))
-    if saved:
-        rows.append(("model", str(saved)))
-    lines = [f"hf_zero: ZeRO stage {report.stage} on {ranks_text(report.world_size)}, done", *_folded(rows, columns)]
-    if folder:
-        lines.append(f"  {'more':<{_LABEL - 2}}hf-zero report {folder}")  # a line to copy: never wrapped
-    return "\n".join(lines)
+    rows += [("model", str(saved))] if saved else []
+    rows += [("more", f"hf-zero report {folder}")] if folder else []
+    head = f"hf_zero: ZeRO stage {report.stage} on {ranks_text(report.world_size)}, done"
+    return "\n".join([head, *_aligned(rows)])
 
 
 def duration(seconds: float) -> str:

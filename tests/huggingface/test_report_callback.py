@@ -177,9 +177,8 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("bar", [True, False])
-def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 columns: one screen at the start, a compact line per log, a few lines at the end, none behind a bar."""
-    monkeypatch.setenv("COLUMNS", "80")
+def test_what_a_person_sees(bar: bool, tmp_path: Path) -> None:
+    """One screen at the start, a compact line per log, a few lines at the end, none behind a bar."""
     seen = Stream()
     with contextlib.redirect_stdout(seen), contextlib.redirect_stderr(seen):
         train(tmp_path, [zero.ZeroCallback()], disable_tqdm=not bar)
@@ -189,12 +188,10 @@ def test_what_a_person_sees(bar: bool, tmp_path: Path, monkeypatch: pytest.Monke
     first = next(at for at, line in enumerate(lines) if at > begin and not line.startswith("  "))
     screen = lines[begin:first]
     assert len(screen) <= 15
-    assert max(map(len, screen)) <= 80
     assert any(line.startswith("  device ") and "free" in line for line in screen)
     last = lines.index("hf_zero: ZeRO stage 3 on 1 rank, done")
     ending = [lines[last], *itertools.takewhile(lambda line: line.startswith("  "), lines[last + 1 :])]
     assert 4 <= len(ending) <= 10
-    assert max(map(len, ending[:-1])) <= 80
     for words in (
         "4 steps in ",
         "tokens/s",
