@@ -67,9 +67,6 @@ class RunFacts:
         task: the Hub's name of the task: text-generation, fill-mask, text-classification, …
         datasets: Hub ids; other names are shown but not put into the metadata.
         metrics: measured with these weights on held-out data.
-        offload: "optimizer" and "parameters" -> none, cpu or disk.
-        predicted_bytes: per rank: name (parameters, gradients, optimizer, …) -> bytes, as planned before step 0.
-        measured_bytes: the same, measured on the highest rank.
         versions: library -> version.
         hyperparameters: numbers, words and booleans; no paths and no tokens.
     """
@@ -83,9 +80,6 @@ class RunFacts:
     precision: str | None = None
     stage: int | None = None
     world_size: int | None = None
-    offload: dict[str, str] = field(default_factory=dict)
-    predicted_bytes: dict[str, int] = field(default_factory=dict)
-    measured_bytes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     hyperparameters: dict[str, Any] = field(default_factory=dict)
 
@@ -126,7 +120,7 @@ def _check_entries(found: Field) -> None:
     """Raise a CheckpointError if a fact holds values that a card cannot show."""
     if found.key == "datasets":
         found.texts()
-    elif found.key == "metrics" or found.key.endswith("_bytes"):
+    elif found.key == "metrics":
         for _, value in found.entries():
             if not is_number(value.value):
                 raise value.refused("a number")
@@ -154,6 +148,7 @@ def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **f
     if unknown:
         raise ConfigError(f"card_for: {sorted(unknown)} are not fields of RunFacts. Use those, or model_id")
     run = replace(RunFacts.read(folder), **facts)
+    run.datasets = [run.datasets] if isinstance(run.datasets, str) else run.datasets
     config = _optional_json(folder, "config.json", architectures=list)
     adapter = _optional_json(folder, "adapter_config.json")
     manifest = _optional_json(folder, MANIFEST)
@@ -199,7 +194,6 @@ def card_for(folder: str | os.PathLike[str], *, model_id: str | None = None, **f
         remote_code="auto_map" in config,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
         rows=_table_of(run, config, state, before),
-        memory=_memory_of(run),
         hyperparameters={k: v for k, v in sorted(run.hyperparameters.items()) if _is_plain(k, v)},
     )
 
@@ -223,19 +217,8 @@ def _table_of(run: RunFacts, config: dict[str, Any], state: dict[str, Any], befo
     if run.stage is not None:
         ranks = "" if run.world_size is None else f" on {ranks_text(run.world_size)}"
         rows["ZeRO"] = f"stage {run.stage}{ranks}"
-    rows["offload"] = ", ".join(f"{what} on {tier}" for what, tier in run.offload.items() if tier != "none")
     rows["versions"] = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return {name: value.replace("|", "\\|").replace("\n", " ") for name, value in rows.items() if value}
-
-
-def _memory_of(run: RunFacts) -> list[tuple[str, str, str]]:
-    """Return (name, predicted, measured) in MiB."""
-
-    def mib(sizes: dict[str, int], name: str) -> str:
-        return f"{sizes[name] / (1 << 20):,.1f}" if name in sizes else ""
-
-    names = dict.fromkeys([*run.predicted_bytes, *run.measured_bytes])
-    return [(name, mib(run.predicted_bytes, name), mib(run.measured_bytes, name)) for name in names]
 
 
 def metrics_at(log: Any, step: Any) -> dict[str, float]:

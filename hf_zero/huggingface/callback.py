@@ -298,11 +298,9 @@ def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
     } | {"per_device_train_batch_size": rows_of(args, trainer.state)}
     return RunFacts(
         base_model=base if base and not Path(base).exists() else None,
-        precision=report.precision,
-        stage=report.stage,
-        world_size=report.world_size,
-        predicted_bytes=dict(report.predicted),
-        measured_bytes={name: max(theirs[name] for theirs in everyone) for name in report.measured},
+        precision=str(engine.precision),
+        stage=engine.config.stage,
+        world_size=engine.world_size,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
         hyperparameters={
             **chosen,

@@ -99,7 +99,7 @@ class Pushes(TrainerBase):
             return super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write hf_zero's card of `output_dir`: data, metrics, stage, memory, how to load. A subclass's own card stays."""
+        """Write hf_zero's card of `output_dir`: data, metrics, stage, how to load. A subclass's own card stays."""
         folder, facts = self._zero_output, self._zero_facts
         stock: Any = super().create_model_card
         if facts is None or stock.__func__ is not Trainer.create_model_card:

@@ -160,16 +160,8 @@ def evaluates_only(stage: int) -> None:
 
 
 def save_fails() -> None:
-    """With whole matrices ranks hold different amounts; a checkpoint tells the largest."""
     run = trainer("fails", 3, save_strategy="no", max_steps=1, optim="adafactor")
     run.train()
-    run.save_model("facts")
-    barrier()
-    everyone: list[Any] = [None, None]
-    torch.distributed.all_gather_object(everyone, dict(zero.engine_of(run.model).report().measured))
-    assert everyone[0]["optimizer"] < everyone[1]["optimizer"]
-    told = json.loads(Path("facts", "zero_run.json").read_text())["measured_bytes"]
-    assert told == {kind: max(each[kind] for each in everyone) for kind in told}
     Path("no_folder").write_text("not a folder")
     barrier()
     assert_refused(lambda: run.save_model("no_folder/model"), "no_folder", kind="CheckpointError")
