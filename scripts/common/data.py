@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -368,9 +368,7 @@ def classification(
 ) -> Prepared:
     """Rows of text and label → token rows with class numbers; classes are numbered in the order of their names."""
     feature = data["train"].features[label_column]
-    values = sorted(set(chain.from_iterable(rows.unique(label_column) for rows in data.values())), key=str)
-    if len(values) < 2 or None in values or isinstance(values[0], float):
-        raise UserError(f"column {label_column!r} must hold at least 2 classes and no gaps; found {values[:5]}")
+    values = classes(chain.from_iterable(rows.unique(label_column) for rows in data.values()), label_column)
     names = [feature.int2str(value) if hasattr(feature, "int2str") else str(value) for value in values]
     encoded = mapped(
         data,
@@ -384,6 +382,15 @@ def classification(
     )
     train, held_out = splits(encoded, eval_fraction, "rows of text", shuffle=True)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), DataCollatorWithPadding(tokenizer), names)
+
+
+def classes(found: Iterable[Any], column: str) -> list[Any]:
+    """Return the classes of a column in order: numbers as numbers, as a pretrained head counts them."""
+    values = set(found)
+    if len(values) < 2 or None in values or any(isinstance(value, float) for value in values):
+        shown = sorted(map(str, values))[:5]
+        raise UserError(f"column {column!r} must hold at least 2 classes and no gaps; found {shown}")
+    return sorted(values)
 
 
 def _encode(

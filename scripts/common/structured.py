@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from .console import UserError, examples
-from .data import CORPUS_SIZE, Prepared, cached_corpus, corpus_files, mapped, splits, take
+from .data import CORPUS_SIZE, Prepared, cached_corpus, classes, corpus_files, mapped, splits, take
 
 with examples():
     from datasets import Dataset, DatasetDict, List, Value
@@ -122,11 +122,9 @@ def token_classification(
 ) -> Prepared:
     """Rows of words and tags → tokens with labels: of a word's tokens the first has its tag, the others count nothing."""
     feature = data["train"].features["tags"].feature
-    values = sorted(set(chain.from_iterable(chain.from_iterable(rows["tags"] for rows in data.values()))), key=str)
+    values = classes(chain.from_iterable(chain.from_iterable(rows["tags"] for rows in data.values())), "tags")
     names = [feature.int2str(value) if hasattr(feature, "int2str") else str(value) for value in values]
     numbers = {value: number for number, value in enumerate(values)}
-    if len(values) < 2:
-        raise UserError(f"column 'tags' must hold at least 2 kinds, found {values}")
     arguments = {"tokenizer": tokenizer, "length": length, "numbers": numbers}
     encoded = mapped(data, _encode_tags, arguments)
     train, held_out = splits(encoded, 0.1, "rows of tagged words", shuffle=True)
