@@ -150,7 +150,7 @@ def prepare(
     limit = max_positions(config)
     source = script.tokenizer or (None if name in CONFIGS else name)
     tokenizer = load_tokenizer(source, config.model_type, texts, column, min(config.vocab_size, 16384), limit)
-    block_size = min(script.block_size or (128 if script.tiny else 512), limit)
+    block_size = min(script.block_size or (128 if script.tiny else 512), limit, tokenizer.model_max_length)
     limits = (script.max_train_samples, script.max_eval_samples or (128 if script.tiny else None))
     if structured:
         prepared = structured(data, tokenizer, block_size, limits)

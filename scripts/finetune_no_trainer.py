@@ -151,8 +151,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         column = pick_column(texts["train"], None, ("text",), "a column called 'text'")
         vocabulary = min(config.vocab_size, 16384)
         source = None if args.model in CONFIGS else args.model
-        tokenizer = load_tokenizer(source, config.model_type, texts["train"], column, vocabulary, max_positions(config))
-        data = language_modeling("clm", texts, column, tokenizer, args.block_size, limits=(None, 128))
+        limit = max_positions(config)
+        tokenizer = load_tokenizer(source, config.model_type, texts["train"], column, vocabulary, limit)
+        block_size = min(args.block_size, limit, tokenizer.model_max_length)
+        data = language_modeling("clm", texts, column, tokenizer, block_size, limits=(None, 128))
     set_seed(42)
     model = load_model("clm", args.model, config, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

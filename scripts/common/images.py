@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hf_zero.errors import needs
 
+from .console import UserError
+
 HELD_OUT = 5  # every 5th image, where a folder has no split of its own
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
@@ -64,14 +66,14 @@ def image_folder(folder: str | Path, side: int, channels: int = 3) -> Images:
     """`folder/CLASS/*.png`, or `folder/train/CLASS/…` with `validation` or `test` next to `train`.
 
     Raises:
-        ValueError: no images, or fewer than two classes; the message lists what was found.
+        UserError: no images, or fewer than two classes; the message lists what was found.
     """
     top = Path(folder)
     train = top / "train" if (top / "train").is_dir() else top
     held_out = next((top / name for name in ("validation", "val", "test") if (top / name).is_dir()), None)
     labels = sorted(path.name for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
     if len(labels) < 2:
-        raise ValueError(f"{str(train)!r} must hold one folder of images per class, at least 2, found {labels}")
+        raise UserError(f"{str(train)!r} must hold one folder of images per class, at least 2, found {labels}")
 
     def listed(root: Path) -> list[tuple[Path, int]]:
         files = [
@@ -81,7 +83,7 @@ def image_folder(folder: str | Path, side: int, channels: int = 3) -> Images:
             if path.suffix.lower() in SUFFIXES
         ]
         if not files:
-            raise ValueError(f"{str(root)!r} has no images ({', '.join(SUFFIXES)}) in folders {labels}")
+            raise UserError(f"{str(root)!r} has no images ({', '.join(SUFFIXES)}) in folders {labels}")
         return files
 
     read = partial(_pixels, side=side, channels=channels)
