@@ -147,8 +147,7 @@ class Gradients(Observer):
 
     def _forget(self) -> None:
         self._whole: tuple[Span, Tensor] | None = None
-        self._norms: dict[Place, Tensor] = {}
-        self._order = 0.0
+        self._norms: dict[float, dict[Place, Tensor]] = {}  # by order
 
     @torch.no_grad()
     def gathered(self, span: Span) -> Tensor:
@@ -178,7 +177,7 @@ class Gradients(Observer):
     @torch.no_grad()
     def norm(self, place: Place, order: float) -> Tensor:
         """Return the norm of one gradient. The first call measures all; a second one for a parameter measures all again."""
-        if place not in self._norms or self._order != order:
+        if place not in self._norms.get(order, ()):
             places: list[Place] = []
             powers: list[Tensor] = []
 
@@ -194,8 +193,8 @@ class Gradients(Observer):
             read(self._wire, measure, may_fail=self._may_fail)
             is_shared = self.engine.context.layout.shards > 1
             norms = over_ranks(torch.cat(powers), order, self._wire, is_shared=is_shared)
-            self._norms, self._order = dict(zip(places, norms.unbind())), order
-        return self._norms.pop(place)
+            self._norms[order] = dict(zip(places, norms.unbind()))
+        return self._norms[order].pop(place)
 
 
 class _OfParameter(Source):

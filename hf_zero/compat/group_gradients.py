@@ -8,6 +8,8 @@ Inside the optimizer's own step gradients are plain tensors.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from ..engine.observer import Observer
 from ..engine.parameter import place_of
 from ..engine.segments import Segment
 from ..engine.span import Span
-from ..errors import StateError
+from ..errors import RankMismatchError, StateError
 from ..tiers.tier import Tier
 
 
@@ -144,10 +146,9 @@ class GroupGradients(Observer):
     # Over all ranks -----------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        self._norms: dict[Segment, Tensor] = {}
-        self._order = 0.0
+        self._norms: dict[float, dict[Segment, Tensor]] = {}  # by order
         self._overflow: Tensor | None = None
-        self._rounds: list[int] = []
+        self._left: dict[int, int] = {}  # by group: segments whose derived norm this rank has still to ask for
 
     def _groups(self) -> list[list[Segment]]:
         """Return by group the segments that show a gradient."""
@@ -180,31 +181,43 @@ class GroupGradients(Observer):
 
         One collective answers for all segments, until a segment is asked for again.
         """
-        if segment not in self._norms or self._order != order:
+        if segment not in self._norms.get(order, ()):
             groups = self._groups()
             powers = torch.stack([self._power_sum(group, order) for group in groups])
             norms = over_ranks(powers, order, self._wire, is_shared=self.is_shared)
             nothing = torch.full_like(norms[0], float("inf") if order < 0 else 0.0)
-            self._norms = {each: nothing for group in groups for each in group}
-            self._norms |= {group[0]: norm for group, norm in zip(groups, norms) if group}
-            self._order = order
-        return self._norms.pop(segment)
+            self._norms[order] = {each: nothing for group in groups for each in group}
+            self._norms[order] |= {group[0]: norm for group, norm in zip(groups, norms) if group}
+        return self._norms[order].pop(segment)
 
     @torch.no_grad()
-    def norm_of(self, values: Tensor, order: float) -> Tensor:
-        """Return the norm of what was computed from a segment's gradient. Each rank asks for each of its segments once.
+    def norm_of(self, segment: Segment, values: Tensor, order: float) -> Tensor:
+        """Return the norm of what was computed from a segment's gradient. Each rank asks for each segment of the group once.
 
         A rank with fewer segments takes part in the other ranks' collectives at its last one.
+
+        Raises:
+            RankMismatchError: another rank asks for another group, or for a norm of another order.
         """
-        if not self._rounds and self.is_shared:
-            mine = sum(map(len, self._groups()))
-            self._rounds = [1] * (mine - 1) + [1 + max(self._wire.exchange(mine)) - mine]
-        local = power_sum([values.reshape(-1)], order, self._device)
-        norms = []
-        for _ in range(self._rounds.pop(0) if self.is_shared else 1):
-            norms.append(over_ranks(local, order, self._wire, is_shared=self.is_shared))
-            local = power_sum([], order, self._device)
-        return torch.linalg.vector_norm(torch.stack(norms), order)
+        powers = [power_sum([values.reshape(-1)], order, self._device)]
+        if self.is_shared:
+            number, group = next((number, each) for number, each in enumerate(self._groups()) if segment in each)
+            self._left[number] = left = (self._left.get(number) or len(group)) - 1
+            mine, waits = float(powers.pop()), True
+            while waits:
+                told = (self._wire.shard_group or self._wire).exchange((number, order, left, mine))
+                if any(each[:2] != (number, order) for each in told):
+                    raise RankMismatchError(
+                        f"norms of values computed from gradients of the optimizer's groups: rank {self._wire.rank} asks for "
+                        f"order {order} of group {number}, others for something else. Take norms group by group, one order "
+                        "at a time"
+                    )
+                powers += [torch.tensor(each[3], dtype=torch.float64, device=self._device) for each in told]
+                mine = float(power_sum([], order, self._device))
+                waits = left == 0 and any(each[2] for each in told)
+        together = torch.stack(powers)
+        power = together.max() if math.isinf(order) else together.sum()
+        return over_ranks(power, order, self._wire, is_shared=False)
 
     @torch.no_grad()
     def overflow(self, segment: Segment) -> Tensor:
@@ -249,7 +262,7 @@ class _OfSegment(Source):
 
     def norm(self, order: float) -> Tensor:
         if self.own is not None:
-            return self._gradients.norm_of(self.own, order)
+            return self._gradients.norm_of(self._segment, self.own, order)
         self._check()
         return self._gradients.norm(self._segment, order)
 
@@ -260,7 +273,7 @@ class _OfSegment(Source):
         return self._gradients.overflow(self._segment)
 
     def derived(self, values: Tensor) -> Source:
-        return _Derived(self._gradients, values)
+        return _Derived(self._gradients, self._segment, values)
 
 
 class _Derived(Source):
@@ -268,8 +281,8 @@ class _Derived(Source):
 
     is_slice = True
 
-    def __init__(self, gradients: GroupGradients, values: Tensor) -> None:
-        self._gradients, self._values = gradients, values
+    def __init__(self, gradients: GroupGradients, segment: Segment, values: Tensor) -> None:
+        self._gradients, self._segment, self._values = gradients, segment, values
 
     def values(self) -> Tensor:
         return self._values
@@ -279,7 +292,7 @@ class _Derived(Source):
             self._values.copy_(values)
 
     def norm(self, order: float) -> Tensor:
-        return self._gradients.norm_of(self._values, order)
+        return self._gradients.norm_of(self._segment, self._values, order)
 
     def derived(self, values: Tensor) -> Source:
-        return _Derived(self._gradients, values)
+        return _Derived(self._gradients, self._segment, values)

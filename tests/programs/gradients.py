@@ -88,6 +88,24 @@ def one_tensor_for_all_coefficients(run: Run) -> None:
 ORDERS = (2.0, 1.0, 3.0, float("inf"), -float("inf"))
 
 
+@program(only={"ranks": (1, 2, 3), "tier": ("none", "cpu", "cpu/cpu")})
+def norms_by_group(run: Run) -> None:
+    """Of gradients in two orders at once, then of values computed from them. Ranks hold other numbers of a group's tensors."""
+    model = run.build(mlp)
+    biases, weights = ([p for p in model.parameters() if p.dim() == dims] for dims in (1, 2))
+    run.shard(model, torch.optim.SGD([{"params": biases}, {"params": weights, "lr": 0.02}], lr=0.05))
+    for step in range(2):
+        run.loss(step).backward()
+        run.sync_gradients()
+        for group in run.optimizer.param_groups:
+            norms = torch.tensor([[p.grad.norm(), p.grad.norm(1)] for p in group["params"]])
+            run.see(norms[:, 0].norm(), "norm of a group")
+            run.see(norms[:, 1].sum(), "sum of a group's magnitudes")
+            for order in ORDERS[:-1]:
+                run.see(torch.stack([(p.abs() * p.grad).norm(order) for p in group["params"]]).norm(order), f"{order}")
+        run.update()
+
+
 def _edit_alone(param: nn.Parameter, number: int) -> None:
     grad = param.grad
     grad.mul_(0.5)
@@ -119,6 +137,9 @@ def norms_and_edits(run: Run) -> None:
         if step == 1:
             nn.utils.clip_grad_value_(params, 0.01)
             nn.utils.clip_grad_norm_(model.last.parameters(), 0.01)
+        run.see(params[0].grad.norm(), "norm of one gradient")
+        run.see(params[1].grad.norm(1.0), "norm of another order, while others of the first are unread")
+        run.see(params[1].grad.norm(), "norm of the first order")
         for number, p in enumerate(params):
             run.see((p.grad.shape, bool(p.grad.isfinite().all()), p.grad.numpy().shape), "shapes")
             run.see(p.grad.abs().max(), "largest element")
