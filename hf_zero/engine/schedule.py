@@ -60,6 +60,7 @@ class Schedule:
         self._cleared: set[object] = set()  # optimizers whose gradients were, after the last backward
         self._may_have_missed = True  # a forward since the last flush has a graph; parameters may come with gradients
         self._keeps_graph = False  # the backward builds a graph of itself
+        self._sends = True  # the backward reduces gradients
         # Forward
         self._running: list[int] = [0] * len(self.units)
         self._awaited: list[int] = [0] * len(self.units)  # bits of hosts that are still to run: the unit stays
@@ -197,7 +198,7 @@ class Schedule:
             for event in self.events.use_begun:
                 event(unit)
         named = unit.named("forward") if profiler._is_profiler_enabled else None
-        calls.append((use, next_sequence_number(), named))
+        calls.append((use, next_sequence_number(), in_backward, named))
 
     def _prefetch(self, unit: Unit) -> None:
         """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
@@ -212,10 +213,9 @@ class Schedule:
         """End a use that returned `output`. A backward that comes to it, or to what was put into `inputs`, needs the unit."""
         if not calls:
             return
-        use, first, named = calls.pop()
+        use, first, in_backward, named = calls.pop()
         if named is not None:
             named.__exit__(None, None, None)
-        in_backward = backward_id() >= 0
         if self._running[unit.index]:
             self._running[unit.index] -= 1
         found = tensors_in(output) if self.frees or use is not None else []
@@ -261,12 +261,6 @@ class Schedule:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def sends(self) -> bool:
-        """Return whether this backward reduces gradients."""
-        each = self.context.policy.reduce_each_backward and not self.defers
-        return self.sync or each or self._wire.size == 1
-
     def begin(self) -> None:
         """Begin a backward, in its first hook."""
         if self.in_backward:
@@ -288,7 +282,8 @@ class Schedule:
 
     def _list_uses(self) -> None:
         """Agree on what this backward may reach."""
-        sends = self.sends
+        each = self.context.policy.reduce_each_backward and not self.defers
+        sends = self._sends = self.sync or each or self._wire.size == 1
         if self.frees or sends:
             mark = (self.context.flags_mark << 1 | sends) & HIGHEST
             refuse = partial(self.context.refuse_other_marks, sends=sends)
@@ -354,7 +349,7 @@ class Schedule:
         """Finish a use: all its nodes have run, and the gradients of its parameters are complete."""
         self._walk.finish(use)
         unit = self.units[use.index]
-        if self.sends and not self._walk.left[use.index]:
+        if self._sends and not self._walk.left[use.index]:
             self.reduces.advance(self._walk.left)
         stays = self._keeps_graph or unit in self._kept or self._running[unit.index]
         if self.frees and not stays and not self._walk.needs(unit.index):
@@ -374,7 +369,7 @@ class Schedule:
         if use in walk.entered:
             walk.entered.remove(use)
             if self.frees and not walk.left.get(unit.index):
-                if self.sends:
+                if self._sends:
                     self.reduces.start(unit)
                 if not walk.is_in(unit.index) and unit not in self._kept:
                     unit.release()
@@ -405,7 +400,7 @@ class Schedule:
     def _finish(self) -> None:
         if not self.sync:
             self.puts_off = self.defers
-        if self.sends:
+        if self._sends:
             self.reduces.finish()
             self.holds_gradients = False
             self._after_sync()

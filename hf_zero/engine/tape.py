@@ -62,9 +62,9 @@ class Token:
         self.use = use
 
 
-Calls = list[tuple[Use | None, int, AbstractContextManager[object] | None]]
-"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, and its name in a
-profiler's trace."""
+Calls = list[tuple[Use | None, int, bool, AbstractContextManager[object] | None]]
+"""Uses of one unit that are open, the innermost last, each with the first sequence number of its graph, whether it is in a
+backward, and its name in a profiler's trace."""
 
 
 class Walk:

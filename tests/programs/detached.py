@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.models import sgd
+from tests.models import mlp, sgd
 from tests.oracle import Run, program
+from tests.programs.usual import FP32
 
 X = torch.linspace(-1, 1, 32).view(2, 16)
 
@@ -91,3 +92,21 @@ def a_method_put_on_later(run: Run) -> None:
     twin = Speaks()
     twin.load_state_dict(model.state_dict())
     assert torch.equal(model(X), twin(X))
+
+
+@program(reference="average", only=FP32)
+def trained_on(run: Run) -> None:
+    """The same optimizer goes on with the state that it had, in the model's own type."""
+    for dtype in (torch.float32, torch.float64):
+        model = run.build(lambda dtype=dtype: mlp(depth=2).to(dtype))  # type: ignore[misc]
+        run.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        optimizer = run.optimizer
+        for step in range(4):
+            if step == 2:
+                run.detach(model)
+            rows = run.inputs(step) if step < 2 else X
+            loss = model(rows.to(dtype)).square().mean()
+            loss.backward()
+            run.see(loss, f"loss in {dtype}")
+            optimizer.step()
+            optimizer.zero_grad()

@@ -339,6 +339,20 @@ def written_on_both_sides(run: Run) -> None:
             param.mul_(2.0)
 
 
+@program(
+    only={**IN_MEMORY, "stage": (3,), "replicas": (1,)},
+    refused=(Refused(zero.StateError, "neither write can count alone", is_released),),
+)
+def moved_on_both_sides(run: Run) -> None:
+    """As above, where the optimizer's tensors get other memory."""
+    model = run.trained_model(Odd)
+    run.step(0)
+    with run.unsharded(model), torch.no_grad():
+        model.last.weight.fill_(0.5)
+        for param in of_groups(run):
+            param.data = param * 2.0
+
+
 @program(only=IN_MEMORY)
 def perturbed_groups(run: Run) -> None:
     """The optimizer's tensors are moved, and moved back before the step, as SAM does."""
