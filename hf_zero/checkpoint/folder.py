@@ -53,7 +53,7 @@ class Staging:
         path = os.path.abspath(target)  # without a slash at the end, which would hide a link
         self.target = Path(os.path.realpath(path) if os.path.islink(path) else path)
         self.root = Path()
-        self._lock = -1
+        self._lock: _Lock | None = None
         self._state = ""  # of a target that is being replaced, for the error message
 
     @property
@@ -76,13 +76,22 @@ class Staging:
                 # A folder that exists is kept, also an empty one: it may be a mount point or the current folder, and its
                 # parent may be read-only.
                 exists = self.target.is_dir()
-                self.root, self._lock = _new_root(*((self.target, SUFFIX) if exists else (parent, prefix)))
+                self._make_root(*((self.target, SUFFIX) if exists else (parent, prefix)))
                 self._remove_left_overs(prefix)
                 _refuse_linked_folders(self.target, _files_of(self.target))
                 self.path.mkdir()
         except BaseException:
             self.discard()
             raise
+
+    def _make_root(self, parent: Path, prefix: str) -> None:
+        """Create and lock the staging folder."""
+        while True:
+            self.root = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
+            with contextlib.suppress(FileNotFoundError):  # removed as a left-over before it was locked
+                self._lock = _Lock(self.root)
+                if self._lock.take() is not False and self.root.exists():
+                    return
 
     def _remove_left_overs(self, prefix: str) -> None:
         """Remove what dead jobs staged here or for neighbours. Raise if another process is saving to the same target."""
@@ -168,13 +177,12 @@ class Staging:
 
     def discard(self) -> None:
         """Remove the staging folder and release its lock. May be called again, and after `publish`."""
-        if self._lock >= 0:
+        if self._lock is not None:
             # Must run under the lock: a job that finds the folder unlocked takes it for a dead job's.
             try:
                 shutil.rmtree(self.root, ignore_errors=True)
             finally:  # after Ctrl-C, too: this process may save again
-                os.close(self._lock)
-                self._lock = -1
+                self._lock.release()
 
 
 Progress = Callable[[str, int, int], None]
@@ -240,43 +248,46 @@ def sync_tree(folder: Path) -> None:
         _sync(Path(root))
 
 
-def _new_root(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Create and lock a staging folder. Returns its path and the descriptor that holds the lock."""
-    while True:
-        root = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
+class _Lock:
+    """A lock on a folder, released with the last reference at the latest: Ctrl-C may come before a caller has it."""
+
+    _fd = -1
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+    def take(self) -> bool | None:
+        """Return whether the lock was free; None: the file system has no locks."""
         try:
-            fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # removed as a left-over before it was locked
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process is removing it as a left-over
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        return True
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
-            continue
-        except OSError:  # the file system has no locks
-            return root, fd
-        if root.exists():
-            return root, fd
-        os.close(fd)
+
+    __del__ = release
 
 
 def _remove_dead(roots: Iterable[Path]) -> list[Path]:
-    """Remove staging folders that no process holds a lock on. Returns the others."""
+    """Remove staging folders that no process holds a lock on. Returns those of live jobs."""
     live = []
     for root in roots:
-        try:
-            fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # gone, a link, or another user's
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(root, ignore_errors=True)
-        except BlockingIOError:
-            live.append(root)
-        except OSError:
-            pass  # without locks a live job cannot be told from a dead one
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):  # gone, a link, or another user's
+            lock = _Lock(root)
+            try:
+                free = lock.take()
+                if free:
+                    shutil.rmtree(root, ignore_errors=True)
+                elif free is False:  # without locks a live job cannot be told from a dead one
+                    live.append(root)
+            finally:
+                lock.release()
     return live
 
 
