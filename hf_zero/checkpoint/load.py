@@ -208,11 +208,17 @@ class Loading:
                     state = _SHARD.sub("", name.removeprefix(prefix).removesuffix(".safetensors"))
                     header = checked_header(self.folder, name, self.manifest if self.verifies else None)
                     states.setdefault(state, {}).update(header.tensors)
-            entries = dict(index["parameters"].entries())
+            entries = {name: entry for name, entry in index["parameters"].entries() if entry.value is not None}
+            for_any = {
+                name
+                for each in entries.values()
+                for name in (*each["states"].texts(), *dict(each["scalars"].entries()))
+            }
+            needed &= for_any  # an optimizer may remove a state that it began with
             saved = {
                 spec.name: _saved(path, spec, entries[spec.name], states, is_whole, needed)
                 for spec, is_whole in optimizer.parameters()
-                if spec.name in entries and entries[spec.name].value is not None
+                if spec.name in entries
             }
             self._reader.read(
                 Range(states[state][name], piece.start, piece.source)

@@ -24,6 +24,7 @@ from tests.conformance.test_checkpoints import Zoo, optimizer_of
 from tests.kit.health import peak_growth_bytes
 from tests.kit.injection import instead
 from tests.kit.jobs.harness import flip
+from tests.optimizers import EachParameter
 
 pytestmark = pytest.mark.gloo
 
@@ -288,6 +289,33 @@ def without(rank: int, world: int, folder: Path) -> None:
 
 def test_with_and_without_an_optimizer(two, tmp_path):
     two.run(without, tmp_path)
+
+
+class Warms(EachParameter):
+    """Removes a state once it is warm."""
+
+    def update(self, p: Any, group: Any) -> None:
+        state = self.state[p]
+        state["steps"] = state.get("steps", 0) + 1
+        state["warm"] = state.get("warm", 0) + p.grad
+        p.sub_(group["lr"] * state["warm"])
+        if state["steps"] > 2:
+            del state["warm"]
+
+
+def test_a_state_that_the_optimizer_has_removed(tmp_path):
+    found = []
+    for steps in (range(5), range(4, 5)):
+        torch.manual_seed(0)
+        model = Zoo()
+        optimizer = Warms(model.parameters())
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3))
+        for step in steps:
+            if step == 4:
+                engine.load(tmp_path) if found else engine.save(tmp_path)
+            train(model, optimizer, step)
+        found.append(optimizer.state_dict()["state"] | model.state_dict())
+    same(*found, "resumed")
 
 
 def unverified(rank: int, world: int, folder: Path) -> None:
