@@ -19,7 +19,7 @@ from ..comm.wire import Wire
 from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
-from ..optimizers.facts import options_added, refusal_of, states_of
+from ..optimizers.facts import Made, made_by, refusal_of
 from .files import Field, read_json
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, digest_of, share
 from .ranges import MASTER, Fillable, OptimizerState, ParameterState, Range, Reader, ranges_of
@@ -193,14 +193,15 @@ class Loading:
                     "Build the run with the saved one, or begin a new one with the weights alone: engine.load(folder, "
                     "load_optimizer=False), or from_pretrained(folder) in a Trainer"
                 )
-            options = [_options(*pair, optimizer.optimizer) for pair in zip(groups, optimizer.groups)]
+            made = made_by(optimizer.optimizer) or Made({}, set())
+            options = [_options(*pair, optimizer.optimizer, made.options) for pair in zip(groups, optimizer.groups)]
             # The states of a parameter that has any; unknown if they depend on options that change.
             changes = any(
                 key in mine and bool(mine[key]) != bool(value)
                 for mine, saved in zip(optimizer.groups, options)
                 for key, value in saved.items()
             )
-            needed = set() if changes else set(states_of(optimizer.optimizer) or ())
+            needed = set() if changes else set(made.states)
             prefix = f"{folder}/"
             states: dict[str, dict[str, Stored]] = {}
             for name in self.manifest.files:
@@ -230,19 +231,19 @@ class Loading:
             optimizer.put(options)
 
 
-def _options(saved: Field, group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options to set in a group.
+def _options(
+    saved: Field, group: Mapping[str, Any], optimizer: torch.optim.Optimizer, added: set[str]
+) -> dict[str, Any]:
+    """Return the options to set in a group; `added` are those that a step adds to it.
 
     Raises:
         CheckpointError: the run's group does not have an option, or cannot have its value.
     """
     kind, options = type(optimizer).__name__, {}
-    added: set[str] | None = None
     for key, entry in saved.entries():
         if key == "params":
             continue
         if key not in group and key not in _ADDED:
-            added = options_added(optimizer) if added is None else added
             if key in added:
                 options[key] = _scalar(entry)
                 continue

@@ -21,7 +21,7 @@ import torch
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..errors import ConfigError
-from ..optimizers.kinds import state_tensors
+from ..optimizers.facts import state_tensors
 from ..plan.costs import KINDS, STATES, TIERS, Memory
 from ..plan.report import Report, RoadRow, TierRow, data_parallel
 from ..plan.work import COLLECTIVES, WAITS

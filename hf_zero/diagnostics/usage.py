@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.span import Span
-from ..optimizers.kinds import state_tensors
+from ..optimizers.facts import state_tensors
 from ..plan.costs import KINDS, TIERS
 from ..plan.machine import here
 from ..plan.plan import Plan

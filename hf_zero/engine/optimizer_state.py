@@ -20,7 +20,7 @@ from ..comm.agree import read
 from ..comm.wire import Wire
 from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, ZeroError
-from ..optimizers.facts import states_of
+from ..optimizers.facts import made_by
 from ..tiers.array import OnDisk, Values, fetch, flat_of
 from ..tiers.tier import Tier
 from .segments import Segment
@@ -54,7 +54,8 @@ def arrays_of(binding: Binding, segment: Segment, entries: Mapping[str, Any]) ->
         if segment.is_matrix or (value.numel() == segment.numel and segment.numel > 1):
             found[name] = value
         elif value.numel() == segment.numel:
-            if (states_of(binding.optimizer) or {}).get(name, True):
+            made = made_by(binding.optimizer)
+            if made is None or made.states.get(name, True):
                 found[name] = value
         elif value.numel() > 1:
             raise CheckpointError(
@@ -318,8 +319,8 @@ def elementwise_of(binding: Binding, saved: Mapping[nn.Parameter, Mapping[str, A
             numel, shape = (value.numel(), value.shape) if isinstance(value, Tensor) else (1, None)
             (out if numel > 1 else unclear if shape == param.shape else single).add(name)
     unclear -= out | single
-    if unclear and (states := states_of(binding.optimizer)) is not None:
-        unclear &= {name for name, is_elementwise in states.items() if is_elementwise}
+    if unclear and (made := made_by(binding.optimizer)) is not None:
+        unclear &= {name for name, is_elementwise in made.states.items() if is_elementwise}
     return (out | unclear) - {"step"}
 
 

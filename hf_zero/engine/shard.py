@@ -17,7 +17,8 @@ from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..core.units import LIMITS, Limits
 from ..errors import ConfigError, RankMismatchError, TierError
-from ..optimizers.kinds import kind_of, state_tensors
+from ..optimizers.facts import state_tensors
+from ..optimizers.kinds import kind_of
 from ..plan.costs import Placement
 from ..plan.machine import Machine, here
 from ..plan.plan import Drafter, plan

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,27 +15,30 @@ from .twin import Twin, is_elementwise
 _NUMEL = 7
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:
-    """Return the states after a step, and whether each has one value per element; None where that cannot be tried."""
-    found: dict[str, bool] = {}
+class Made(NamedTuple):
+    """What a step makes: states, and whether each has one value per element; options that it adds to its group."""
+
+    states: dict[str, bool]
+    options: set[str]
+
+
+def made_by(optimizer: torch.optim.Optimizer) -> Made | None:
+    """Return what a step makes; None where that cannot be tried."""
+    made = Made({}, set())
     with suppress(Exception), torch.no_grad():  # whatever a user's optimizer raises
-        twin = Twin(optimizer, fuse=False)
-        for group in range(len(optimizer.param_groups)):
-            entries = twin.step(group, torch.zeros(_NUMEL, device="cpu"), torch.ones(_NUMEL, device="cpu"), {})
-            found.update({str(key): is_elementwise(key, value, _NUMEL) for key, value in entries.items()})
-        return found
+        for number, group in enumerate(optimizer.param_groups):
+            twin = Twin(optimizer, fuse=False)
+            entries = twin.step(number, torch.zeros(_NUMEL, device="cpu"), torch.ones(_NUMEL, device="cpu"), {})
+            made.states.update({str(key): is_elementwise(key, value, _NUMEL) for key, value in entries.items()})
+            made.options.update(twin.option_names - set(group))
+        return made
     return None
 
 
-def options_added(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the options that a step adds to its group; none where that cannot be tried."""
-    found: set[str] = set()
-    with suppress(Exception), torch.no_grad():
-        for number, group in enumerate(optimizer.param_groups):
-            twin = Twin(optimizer, fuse=False)
-            twin.step(number, torch.zeros(_NUMEL, device="cpu"), torch.ones(_NUMEL, device="cpu"), {})
-            found |= twin.option_names - set(group)
-    return found
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return how many state values each parameter element has, the most of several optimizers; 2 where it is not known."""
+    found = [made_by(optimizer) for optimizer in optimizers]
+    return max((2 if made is None else sum(made.states.values()) for made in found), default=0)
 
 
 def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:

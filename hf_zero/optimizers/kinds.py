@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -249,23 +249,3 @@ def _refuse_hidden_counts(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} cannot run where state is offloaded: it changes {min(missed)!r} only in steps in "
             f"which a parameter has a gradient, and its own step sees none. Use {_INSTEAD}, or set offload_optimizer='none'"
         )
-
-
-def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Return how many state values each parameter element has, the most of several optimizers; 2 where it is not known."""
-    return max((_state_tensors(optimizer) for optimizer in optimizers), default=0)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> int:
-    group = optimizer.param_groups[0]
-    match type(optimizer).__name__:
-        case "SGD":
-            return int(bool(group.get("momentum")))
-        case "RMSprop":
-            return 1 + int(bool(group.get("momentum"))) + int(bool(group.get("centered")))
-        case "Adam" | "AdamW":
-            return 3 if group.get("amsgrad") else 2
-        case "Adagrad" | "Lion":
-            return 1
-        case _:
-            return 2
