@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -188,6 +189,11 @@ class Unit:
         step = self.step
         if step is None:
             return
+        if get_ident() == self.context.storage.meter.stepper_thread:
+            raise StateError(
+                "the optimizer reads the model in its step over offloaded state. Let it read its groups' parameters alone, or "
+                "set offload_optimizer='none'"
+            )
         started = time.perf_counter()
         error = step.wait()
         self.step = None  # not before: Ctrl-C may end the wait

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -83,7 +83,7 @@ def register_optimizer(cls: type[torch.optim.Optimizer], kind: str) -> None:
 
 def kind_of(
     optimizer: torch.optim.Optimizer,
-    params: Container[Tensor],
+    params: Collection[Tensor],
     *,
     sharded: bool,
     offloaded: bool,
@@ -173,7 +173,7 @@ def state_bytes(
 
 def _why_unsupported(
     optimizer: torch.optim.Optimizer,
-    params: Container[Tensor],
+    params: Collection[Tensor],
     class_of: Callable[[nn.Parameter], type[Any]],
     *,
     is_torchs: bool,
@@ -181,11 +181,10 @@ def _why_unsupported(
     for base in type(optimizer).__mro__:
         if base.__name__ in _UNSUPPORTED:
             return _UNSUPPORTED[base.__name__]
+    known = {id(param) for param in params}
     for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state", "defaults") and any(
-            found in params for found in _parameters_in(value)
-        ):
-            return f"it keeps the parameters it was built with (as {name!r})"
+        if name not in ("param_groups", "state", "defaults") and not known.isdisjoint(_ids_in(value)):
+            return f"it keeps the parameters it was built with, or their ids (as {name!r}): use parameter groups"
     if is_torchs:
         return None
     for group in optimizer.param_groups:
@@ -198,12 +197,15 @@ def _why_unsupported(
     return None
 
 
-def _parameters_in(value: Any, depth: int = 3) -> Iterator[nn.Parameter]:
+def _ids_in(value: Any, depth: int = 3) -> Iterator[int]:
+    """Yield the ids of parameters that it may look up."""
     if isinstance(value, nn.Parameter):
+        yield id(value)
+    elif isinstance(value, int):
         yield value
     elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _parameters_in(inner, depth - 1)
+            yield from _ids_in(inner, depth - 1)
 
 
 def _why_matrices(optimizer: torch.optim.Optimizer) -> str | None:

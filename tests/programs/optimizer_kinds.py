@@ -309,6 +309,17 @@ class Hides(own.Layerwise):
         self.mine = {"all": [group["params"] for group in self.param_groups]}
 
 
+class LooksUp(own.Layerwise):
+    """Decays parameters by their ids."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.decayed = {id(p) for group in self.param_groups for p in group["params"] if p.dim() > 1}
+
+    def update(self, p: Any, group: Any) -> None:
+        p.sub_(group["lr"] * (p.grad + 0.1 * p * (id(p) in self.decayed)))
+
+
 def odd(held: Any, in_group: bool) -> Build:
     return lambda params: own.Keeps(params, held, in_group)
 
@@ -318,7 +329,8 @@ UNSUPPORTED: dict[str, tuple[Build, str]] = {
     "adapts": (lambda p: own.Adapts(p, lr=1e-8), "'distance' in its groups depends on"),
     "mixes": (lambda p: own.Mixes(p, lr=1e-8), "another update together with others"),
     "named": (lambda p: own.Named(p, lr=1e-8), r"state\['k'\]"),
-    "hides": (Hides, r"keeps the parameters it was built with \(as 'mine'\)"),
+    "hides": (Hides, r"keeps the parameters it was built with, or their ids \(as 'mine'\)"),
+    "looks up": (LooksUp, r"or their ids \(as 'decayed'\): use parameter groups"),
     "an object": (odd(object(), False), "Keeps cannot (.|\n)*'odd'(.|\n)*cannot be saved"),
     "a table": (odd({"m": torch.ones(2)}, False), "Keeps cannot (.|\n)*'odd'(.|\n)*cannot be saved"),
     "a table in a group": (odd({}, True), "Keeps cannot (.|\n)*'odd'(.|\n)*cannot be saved"),

@@ -274,3 +274,27 @@ def test_half_a_step_is_refused_until_a_checkpoint_is_loaded(two: RankPool, tmp_
 @pytest.mark.parametrize("place", ["stage 1", "host", "host, parameters too", "disk, parameters too"])
 def test_a_checkpoint_is_loaded_at_once_after_half_a_step(two: RankPool, tmp_path: Any, place: str) -> None:
     two.run(half, place, str(tmp_path), "before", False)
+
+
+class Walks(torch.optim.SGD):
+    """Steps over the model instead of its groups."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.model = model
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+def test_a_step_over_offloaded_state_that_reads_the_model() -> None:
+    """The thread that steps waited for itself."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = Walks(model)
+    zero.shard(model, optimizer, zero.ZeroConfig(stage=2, offload_optimizer="cpu"))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(zero.StateError, match="the optimizer reads the model in its step"):
+        optimizer.step()
