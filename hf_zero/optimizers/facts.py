@@ -16,7 +16,7 @@ _NUMEL = 7
 
 
 class Made(NamedTuple):
-    """What a step makes: states, and whether each has one value per element; options that it adds to its group."""
+    """Lists the states that a step makes, and whether each has one value per element, and the options that it adds."""
 
     states: dict[str, bool]
     options: set[str]
