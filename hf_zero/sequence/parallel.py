@@ -210,13 +210,20 @@ class SequenceParallel(Observer):
             if not self.automatic or module is not self._engine.model or args:
                 raise StateError(
                     f"a forward of {type(module).__name__} trains on whole sequences, with sp_size={self.size}. Call "
-                    "model(**engine.local_sequence(batch)), or model(**batch) with the keywords of a prepared loader's batch"
+                    "model(**engine.local_sequence(batch)), with a batch on the device, or model(**batch) with the keywords "
+                    "of a prepared loader's batch"
                 )
             kwargs = self.local(kwargs, items, needs_labels=True)
             kwargs.pop("num_items_in_batch", None)
             part = part_of(kwargs)
         elif items is part.total:  # what `local` returned, not a caller's own number
             items = None
+        asked = {"position_ids", *(() if kwargs.get("labels") is None else ("shift_labels",))}
+        if part is not None and (lost := sorted((asked & part.names) - kwargs.keys())):
+            raise ConfigError(
+                f"a forward without {' and '.join(lost)} of local_sequence: the model would count positions from this rank's "
+                "first token, or shift labels twice. Call model(**engine.local_sequence(batch))"
+            )
         if part is not None and part.needs_labels and kwargs.get("labels") is None:
             raise ConfigError(
                 "a forward without labels: a loss that is computed outside of the model counts the tokens of one rank, and "

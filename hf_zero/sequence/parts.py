@@ -34,6 +34,7 @@ class Part:
         packed: number of the sequence of each token where rows hold several; None: one sequence per row.
         count: tokens of this rank that have a loss; None: the batch has no labels.
         total: tokens by which the sum of all losses is divided.
+        names: of the arguments.
         needs_labels: the model must compute the loss: training loops of libraries do not know that tokens are divided.
     """
 
@@ -48,6 +49,7 @@ class Part:
     count: Tensor | None = None
     total: Tensor | float | None = None
     needs_labels: bool = False
+    names: frozenset[str] = frozenset()
 
 
 def part_of(kwargs: Mapping[str, Any]) -> Part | None:
@@ -130,6 +132,7 @@ def divide(
     for name, value in whole.items():
         out[name] = value[:, index * local : (index + 1) * local].contiguous()
         setattr(out[name], _MARK, part)
+    part.names = frozenset(out)
     if labels is not None:
         part.count = (out["labels"] != IGNORED).sum()
     return out, part

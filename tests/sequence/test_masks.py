@@ -228,6 +228,9 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "one label per sample": message(lambda: engine.local_sequence({**batch(0), "labels": torch.tensor([0, 1])})),
         "divided twice": message(lambda: engine.local_sequence(engine.local_sequence(batch(0)))),
         "weighed": message(lambda: engine.weigh(torch.ones(()), 1)),
+        "chosen arguments": message(
+            lambda: model(**{name: engine.local_sequence(batch(0))[name] for name in ("input_ids", "labels")})
+        ),
         "attentions": message(lambda: model(**engine.local_sequence(batch(0)), output_attentions=True)),
         "a configuration of two models": message(lambda: start(type(model)(model.config), 2)),
     }
@@ -281,6 +284,7 @@ def test_refusals(two: RankPool) -> None:
         "one label per sample": "leave sp_size out for one label per sample",
         "divided twice": "StateError: local_sequence got what local_sequence returned",
         "weighed": "with sp_size=2 the model's loss is the mean over the tokens of all ranks",
+        "chosen arguments": "a forward without position_ids and shift_labels",
         "attentions": "output_attentions",
         "a configuration of two models": "ConfigError: sp_size=2 replaces attention in a model's configuration",
         "tokens meet elsewhere": "Its tokens meet outside of attention",
