@@ -155,12 +155,6 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
     """An Accelerator with a plugin: `ZeroAccelerator(zero_plugin=ZeroPlugin(stage=3), ...)`."""
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
-        settings = [name for name in kwargs if name.removeprefix("zero_") in ZeroConfig.__dataclass_fields__]
-        if settings:
-            bare = settings[0].removeprefix("zero_")
-            raise ConfigError(
-                f"ZeroAccelerator has no argument {settings[0]!r}: pass zero_plugin=ZeroPlugin({bare}={kwargs[settings[0]]!r})"
-            )
         given = kwargs.pop("parallelism_config", None)
         if given is not None and zero_plugin is not None:
             raise ConfigError("pass the plugin once: zero_plugin or parallelism_config")

@@ -1,4 +1,4 @@
-"""Check the types of the arguments of `zero.shard`, and name the likely mistake."""
+"""Check the types of the arguments of `zero.shard`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,20 @@ from ..errors import ConfigError
 def check_shard_arguments(model: Any, optimizer: Any, config: Any) -> None:
     """
     Raises:
-        ConfigError: an argument has another type; the message shows the call that was meant.
+        ConfigError: an argument has another type.
     """
-    call = "zero.shard(model, optimizer, zero.ZeroConfig(stage=3))"
-    if config is not None and not isinstance(config, ZeroConfig):
-        if isinstance(config, dict):
-            meant = f"zero.ZeroConfig({', '.join(f'{key}={value!r}' for key, value in config.items())})"
-        elif isinstance(config, int) and not isinstance(config, bool):
-            meant = f"zero.ZeroConfig(stage={config})"
-        elif hasattr(config, "config"):
-            meant = "plugin.config"
-        else:
-            meant = "zero.ZeroConfig(stage=3)"
-        raise ConfigError(f"config must be a ZeroConfig, found {type(config).__name__} {config!r}. Pass {meant}")
-    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
-        raise ConfigError(f"model and optimizer are in the wrong order. Call {call}")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, found {type(model).__name__}. Call {call}")
-    if isinstance(optimizer, ZeroConfig):
-        raise ConfigError(
-            "the second argument is the optimizer, found a ZeroConfig. Without an optimizer call zero.shard(model, config=…)"
-        )
-    if isinstance(optimizer, type):
-        raise ConfigError(
-            f"optimizer must be an instance, found the class {optimizer.__name__}. Pass {optimizer.__name__}"
-            "(model.parameters(), …)"
-        )
     several = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    for each in several:
-        if not isinstance(each, torch.optim.Optimizer):
+    for name, found, kind, wanted in (
+        ("config", ZeroConfig() if config is None else config, ZeroConfig, "a ZeroConfig"),
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        *(
+            ("optimizer", each, torch.optim.Optimizer, "a torch.optim.Optimizer, or several in a list")
+            for each in several
+        ),
+    ):
+        if not isinstance(found, kind):
             raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer or a list of them, found {type(each).__name__}. Call {call}"
+                f"{name} must be {wanted}, found {found!r:.80}. Call zero.shard(model, optimizer, zero.ZeroConfig(stage=3))"
             )
 
 

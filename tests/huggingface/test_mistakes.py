@@ -25,14 +25,11 @@ def swapped() -> Any:
 
 
 SHARD: dict[str, tuple[Callable[[], Any], str]] = {
-    "dict": (lambda: zero.shard(*pair(), {"stage": 2}), r"found dict.*Pass zero.ZeroConfig\(stage=2\)"),
-    "int": (lambda: zero.shard(*pair(), 3), r"found int 3. Pass zero.ZeroConfig\(stage=3\)"),
-    "plugin": (lambda: zero.shard(*pair(), zero.ZeroPlugin(stage=3)), "Pass plugin.config"),
-    "swapped": (swapped, r"wrong order. Call zero.shard\(model, optimizer"),
-    "no model": (lambda: zero.shard([1]), "model must be a torch.nn.Module, found list"),
-    "config second": (lambda: zero.shard(pair()[0], zero.ZeroConfig()), "second argument is the optimizer"),
-    "class": (lambda: zero.shard(pair()[0], torch.optim.AdamW), r"the class AdamW. Pass AdamW\(model.parameters"),
-    "no optimizer": (lambda: zero.shard(pair()[0], [3]), "found int"),
+    "dict": (lambda: zero.shard(*pair(), {"stage": 2}), r"config must be a ZeroConfig, found \{'stage': 2\}"),
+    "int": (lambda: zero.shard(*pair(), 3), r"found 3. Call zero.shard\(model, optimizer, zero.ZeroConfig\(stage=3"),
+    "swapped": (swapped, "model must be a torch.nn.Module, found AdamW"),
+    "config second": (lambda: zero.shard(pair()[0], zero.ZeroConfig()), "optimizer must be .*found ZeroConfig"),
+    "class": (lambda: zero.shard(pair()[0], torch.optim.AdamW), "optimizer must be .*AdamW"),
     "no device": (lambda: zero.shard(*pair(), device="gpu"), "device='gpu' is not a device"),
 }  # fmt: skip
 
@@ -73,9 +70,6 @@ def test_settings(kind: Any) -> None:
 def test_a_config_for_a_plugin() -> None:
     with pytest.raises(zero.ConfigError, match=r"found a ZeroConfig: pass zero.ZeroPlugin\(stage=3"):
         Accelerator(cpu=True, parallelism_config=zero.ZeroConfig(stage=3))  # type: ignore[arg-type]
-    AcceleratorState._reset_state(True)
-    with pytest.raises(zero.ConfigError, match=r"pass zero_plugin=ZeroPlugin\(stage=3\)"):
-        zero.ZeroAccelerator(cpu=True, stage=3)
 
 
 @pytest.mark.parametrize(("offload", "count"), [("none", 1), ("cpu", 0)])
