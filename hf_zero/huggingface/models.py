@@ -84,7 +84,10 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def empty_model(what: Path | Config) -> nn.Module:
-    """Return the model of a configuration, or of the folder or file that has one, on the meta device. No weights are read."""
+    """Return the model of a configuration, or of the folder or file that has one, on the meta device. No weights are read.
+
+    Its dtype is that of the configuration, as `from_pretrained` loads it.
+    """
     config: Any
     if isinstance(what, Path):
         config = transformers.AutoConfig.from_pretrained(str(what.absolute()))
@@ -94,7 +97,7 @@ def empty_model(what: Path | Config) -> nn.Module:
         cls = getattr(transformers, kind, None)
         if cls is not None:
             with torch.device("meta"):
-                return cls(config)
+                return cls._from_config(config)
     with torch.device("meta"):
         return transformers.AutoModel.from_config(config)
 

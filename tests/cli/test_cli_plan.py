@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
-from transformers import TrainingArguments
+from transformers import GPT2LMHeadModel, TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
@@ -236,6 +236,22 @@ def test_json_has_the_split_by_state_and_tier(capsys, folder):
         assert values["states"][kind] == sum(values["stored"][tier][kind] for tier in ("device", "host", "disk"))
     assert values["stored"]["disk"]["optimizer"] > 0
     assert values["stored"]["device"]["optimizer"] == 0
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16"])
+def test_a_folder_is_planned_as_it_is_loaded(mode, capsys, tmp_path):
+    """In the type that it was saved in; a frozen base keeps no float32."""
+    gpt2(n_layer=3, n_embd=64).bfloat16().save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(
+        GPT2LMHeadModel.from_pretrained(tmp_path / "base"), LoraConfig(r=4, target_modules=["c_fc"])
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    for name, model in (("adapter", adapted), ("base", GPT2LMHeadModel.from_pretrained(tmp_path / "base"))):
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), mixed_precision=mode)
+        values = values_of(capsys, tmp_path / name, "--world-size", 1, "--zero-stage", 3, "--mixed-precision", mode)
+        assert values["states"] == engine.plan.to_dict()["states"], name
+        engine.detach()
 
 
 def test_all_stages_side_by_side(capsys, folder):
