@@ -287,9 +287,10 @@ def migrate(path: Path) -> Migration:
     if keys & _ACCELERATE_KEYS:
         made = Migration(f"accelerate, {values.get('distributed_type', 'NO')}")
         _accelerate(made, values, path)
-    elif "fsdp" in keys or "fsdp_config" in keys or (is_fsdp and not is_deepspeed):
+    elif is_fsdp and not is_deepspeed:
         made = Migration("the Trainer's FSDP")
-        _trainer(made, values)
+        _apply(made, _unprefixed(values), FSDP, "fsdp_")
+        made.settings.setdefault("stage", max(STAGES))  # FSDP's own default: full_shard
     elif is_deepspeed:
         made = Migration("DeepSpeed")
         _apply(made, values, DEEPSPEED)
@@ -328,28 +329,6 @@ def _object(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise ConfigError(f"{path}: expected names with settings under {name}, found {type(found).__name__}")
     return dict(found)
-
-
-def _trainer(made: Migration, values: dict[str, Any]) -> None:
-    """Translate `TrainingArguments(fsdp=…, fsdp_config=…)`, or the file that fsdp_config names."""
-    words = values.get("fsdp", [])
-    words = words.split() if isinstance(words, str) else list(map(str, words)) if isinstance(words, list) else []
-    inner = values.get("fsdp_config", {key: value for key, value in values.items() if key != "fsdp"})
-    strategies = {name for row in FSDP if row.key == "sharding_strategy" for name in row.values or {}}
-    meant: dict[str, dict[str, Any]] = {word: {"sharding_strategy": word} for word in strategies}
-    meant |= {"offload": {"offload_params": True}, "auto_wrap": {"auto_wrap_policy": "auto_wrap"}}
-    found: dict[str, Any] = {}
-    for word in words:
-        if word in meant:
-            found |= meant[word]
-        else:
-            made.findings.append(Finding("fsdp", word, UNKNOWN, "", _suggestion(word, meant)))
-    if isinstance(inner, Mapping):
-        found |= _unprefixed(inner)
-    elif inner:
-        made.findings.append(Finding("fsdp_config", inner, UNKNOWN, "", "a file: run hf-zero migrate on it, too"))
-    _apply(made, found, FSDP, "fsdp_")
-    made.settings.setdefault("stage", max(STAGES))  # FSDP's own default: full_shard
 
 
 def _unprefixed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,11 +159,7 @@ deepspeed_config:
 mixed_precision: 'no'
 num_processes: 8
 """
-TRAINER_FSDP = {
-    "fsdp": "shard_grad_op auto_wrap offload",
-    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-}
-TRAINER_HYBRID = {"fsdp": ["hybrid_shard", "auto_wrap"], "fsdp_config": {"limit_all_gathers": True, "xla": False}}
+HYBRID = {"sharding_strategy": "hybrid_shard", "limit_all_gathers": True, "xla": False}
 NO_SHARD = {"fsdp_sharding_strategy": "NO_SHARD", "fsdp_offload_params": True}
 L2_ADAM = {
     "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}},
@@ -242,8 +238,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], set[str]]] = {
         {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0},
         {"deepspeed_config.deepspeed_multinode_launcher"},
     ),
-    "trainer": (TRAINER_FSDP, {"stage": 2, "offload_optimizer": "cpu"}, {}, set()),
-    "hybrid": (TRAINER_HYBRID, {"stage": 3}, {}, {"fsdp_sharding_strategy"}),
+    "hybrid": (HYBRID, {"stage": 3}, {}, {"fsdp_sharding_strategy"}),
     "fsdp_config": (FSDP_CONFIG, {"stage": 3}, {"gradient_checkpointing": True}, set()),
 }  # fmt: skip
 
@@ -288,7 +283,7 @@ def test_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     # Every setting of the file is named.
     loaded = yaml.safe_load(content) if isinstance(content, str) else content
     named = " ".join(each["key"] for each in findings)
-    for key in keys_of({key: value for key, value in loaded.items() if key != "fsdp"}):
+    for key in keys_of(loaded):
         assert key.rpartition(".")[2].removeprefix("fsdp_") in named, key
 
 
@@ -339,7 +334,6 @@ def test_keys_are_not_broken(
             "fsdp_config.fsdp_ofload_params",
             "offload_params",
         ),
-        ({"fsdp": "full_shard auto_warp"}, "fsdp", "auto_wrap"),
     ],
 )
 def test_a_typo_is_found(
