@@ -153,16 +153,16 @@ def build(
     if adapter is not None and lora:
         raise ConfigError(f"{name} is an adapter already: plan it without --lora")
     model = model_of(name, what) if adapter is None else _adapter(name, adapter)
-    if adapter is not None:
-        source = "the adapter on its base, which is frozen"
+    notes = [source if adapter is None else "the adapter on its base, which is frozen"]
+    if getattr(model.config, "quantization_config", None) is not None:
+        notes.append("its quantization is not counted")
     architecture = Architecture.of(model.config, (key for key, _ in model.named_parameters()))
     parameters = sum(param.numel() for param in model.parameters())
     if lora:
         add_adapters(model, lora, dtype, in_4bit)
         base = "4-bit blocks (their quantization constants are not counted)" if in_4bit else dtype
-        adapters = f"LoRA of rank {lora} on every matrix of the blocks, base frozen in {base}"
-        source = f"{source}; {adapters}" if source else adapters
-    return Model(name, parameters, _layouts(model), architecture, source)
+        notes.append(f"LoRA of rank {lora} on every matrix of the blocks, base frozen in {base}")
+    return Model(name, parameters, _layouts(model), architecture, "; ".join(filter(None, notes)))
 
 
 def model_of(name: str, what: What) -> Any:

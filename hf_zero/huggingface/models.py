@@ -90,7 +90,8 @@ def empty_model(what: Path | Config) -> nn.Module:
     """
     config: Any
     if isinstance(what, Path):
-        config = transformers.AutoConfig.from_pretrained(str(what.absolute()))
+        # Without False transformers asks the terminal whether to run code of the folder.
+        config = transformers.AutoConfig.from_pretrained(str(what.absolute()), trust_remote_code=False)
     else:
         config = transformers.AutoConfig.for_model(what.kind, **what.settings, architectures=[what.architecture])
     for kind in config.architectures or []:
@@ -99,7 +100,7 @@ def empty_model(what: Path | Config) -> nn.Module:
             with torch.device("meta"):
                 return cls._from_config(config)
     with torch.device("meta"):
-        return transformers.AutoModel.from_config(config)
+        return transformers.AutoModel.from_config(config, trust_remote_code=False)
 
 
 def empty_adapter(folder: str, base: nn.Module) -> nn.Module:

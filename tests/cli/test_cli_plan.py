@@ -80,6 +80,12 @@ def test_an_unknown_name_fails_at_once_with_the_closest(capsys, monkeypatch):
     assert ended.stdout == "False\n"
 
 
+def test_quantized_weights_are_said_not_to_be_counted(folder, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    assert values_of(capsys, folder, "--zero-stage", 3)["structure"] == "its quantization is not counted"
+
+
 def test_paths_come_first(tmp_path, monkeypatch, capsys):
     model = gpt2(n_layer=2, n_embd=32)
     model.save_pretrained(tmp_path / "7B")

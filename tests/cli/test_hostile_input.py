@@ -228,10 +228,12 @@ def test_any_record_is_shown_or_refused(records, data, tmp_path, capsys):
         {"hidden_size": "large"},
         {"num_attention_heads": 0},
         {"vocab_size": 2**70},
+        {"model_type": "x", "auto_map": {"AutoConfig": "code.X"}},
     ],
     ids=str,
 )
 def test_configurations_of_no_model(config, tmp_path, capsys):
+    """Nor does it ask whether to run the folder's code."""
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **config})
     )
