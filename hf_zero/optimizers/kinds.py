@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..tiers.array import is_array
 from .trials import Trial, inner_optimizers, ready, trials
-from .twin import options_of
+from .twin import bare_step, options_of
 
 
 class Kind(Enum):
@@ -157,7 +157,7 @@ def state_bytes(
     with torch.device("meta"):
         twin = ready(optimizer, [{"params": [param], **options}])
         with suppress(Exception):  # a step that needs a value ends early
-            type(optimizer).step(twin)
+            bare_step(type(optimizer))(twin)
     made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
     small = tuple(min(extent, 8) for extent in shape)
     with suppress(Exception):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError
 from .scalars import scalar
-from .twin import copy_of, options_of
+from .twin import bare_step, copy_of, options_of
 
 _FIRST = (8, 12)
 """Tried before larger shapes: a rule that builds an n x n matrix for n elements in a row would take hours over those."""
@@ -158,11 +158,12 @@ class Trial:
         self, groups: list[list[nn.Parameter]], grads: Grads, watching: AbstractContextManager[object] | None = None
     ) -> torch.optim.Optimizer:
         twin = ready(self._optimizer, [{"params": params, **self._options} for params in groups])
+        step = bare_step(type(self._optimizer))
         with torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
                     param.grad = grad(value)
-                type(self._optimizer).step(twin)
+                step(twin)
         return twin
 
 

@@ -27,7 +27,7 @@ class Twin:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, fuse: bool) -> None:
-        self._kind = type(optimizer)
+        self._step = bare_step(type(optimizer))
         self._options = [_options(group, fuse) for group in optimizer.param_groups]
         self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
         # Numbers that a step of the optimizer changes: every block must find them as they were before the step.
@@ -35,7 +35,7 @@ class Twin:
         numbers = {key: value for key, value in vars(self._twin).items() if isinstance(value, (int, float, Tensor))}
         self._counts = {key: in_host(value) for key, value in numbers.items()}
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        self.kernels = [None if is_scaled else _adam(self._kind, options) for options in self._options]
+        self.kernels = [None if is_scaled else _adam(type(optimizer), options) for options in self._options]
         """By group, the one function that a step with state ends in; None: only `step` does it."""
 
     def is_fused(self, group: int) -> bool:
@@ -59,7 +59,7 @@ class Twin:
         twin.state.clear()
         if state:
             twin.state[param] = state
-        self._kind.step(twin)
+        self._step(twin)
         found: dict[str, Any] = twin.state.get(param, {})
         if master.numel() and param.data_ptr() != master.data_ptr():  # the optimizer assigned `param.data`
             memory = master.untyped_storage().data_ptr()
@@ -68,6 +68,13 @@ class Twin:
                     found[name] = value.clone()
             master.copy_(param.detach())
         return found
+
+
+def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
+    """Return the step of a class without torch's wrapper, which calls the hooks that user code has for all optimizers."""
+    step: Any = kind.step
+    bare: Callable[[Any], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return bare
 
 
 def is_elementwise(name: str, value: Any, numel: int) -> bool:

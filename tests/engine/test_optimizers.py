@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import Engine, shard
@@ -79,6 +80,23 @@ def test_a_hook_that_removes_itself_runs_before_the_engine(trained: Any) -> None
         backward(model)
         optimizer.step()
     assert seen == ["before"]
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_hooks_for_all_optimizers_see_steps_of_user_code_alone(tier: str) -> None:
+    """Not those over small tensors that ask what a class does, nor those over blocks of offloaded state."""
+    seen: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        model = mlp()
+        optimizer = own.Lion(model.parameters())
+        engine = shard(model, optimizer, ZeroConfig(stage=2, offload_optimizer=tier))
+        backward(model)
+        optimizer.step()
+        engine.detach()
+    finally:
+        handle.remove()
+    assert seen == [optimizer]
 
 
 def test_a_step_past_the_instance_is_a_step(trained: Any) -> None:
