@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError
 from .scalars import scalar
-from .twin import bare_step, copy_of, options_of
+from .twin import bare_step, copy_of, options_of, written_by_steps
 
 _FIRST = (8, 12)
 """Tried before larger shapes: a rule that builds an n x n matrix for n elements in a row would take hours over those."""
@@ -110,9 +110,8 @@ class Trial:
         param = nn.Parameter(self._values[0].clone())
         twin: Any = self._stepped([[param]], [(param, Tensor.clone)] if with_gradient else [])
         before = {**self._optimizer.__dict__, **self._options}
-        after = {**twin.__dict__, **{key: value for key, value in twin.param_groups[0].items() if key != "params"}}
-        numbers = {key: value for key, value in after.items() if isinstance(value, (int, float, Tensor))}
-        return {key for key, value in numbers.items() if key not in before or repr(before[key]) != repr(value)}
+        after = {**written_by_steps(twin), **options_of(twin.param_groups[0])}
+        return {key for key, value in after.items() if key not in before or repr(before[key]) != repr(value)}
 
     def moves_without_gradient(self) -> bool:
         """Return whether a step changes a parameter that has no gradient."""

@@ -6,7 +6,9 @@ part of the state. An element's update must depend on that element's values alon
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -32,8 +34,7 @@ class Twin:
         self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
         # Numbers that a step of the optimizer changes: every block must find them as they were before the step.
         # In host memory: what a loss scaler gives a fused step is copied there by torch without waiting.
-        numbers = {key: value for key, value in vars(self._twin).items() if isinstance(value, (int, float, Tensor))}
-        self._counts = {key: in_host(value) for key, value in numbers.items()}
+        self._counts = {key: in_host(value) for key, value in written_by_steps(self._twin).items()}
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         self.kernels = [None if is_scaled else _adam(type(optimizer), options) for options in self._options]
         """By group, the one function that a step with state ends in; None: only `step` does it."""
@@ -70,6 +71,17 @@ class Twin:
         return found
 
 
+def written_by_steps(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes that a step may write to, besides groups and state."""
+    kinds = (int, float, Tensor, torch.Generator, dict, list, deque, set)
+    skipped = {*_NOT_COPIED, "defaults"}
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if isinstance(value, kinds) and key not in skipped and not key.startswith("_optimizer_")  # hooks
+    }
+
+
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
     """Return the step of a class without torch's wrapper, which calls the hooks that user code has for all optimizers."""
     step: Any = kind.step
@@ -100,8 +112,24 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Return a tensor's copy where it is, and everything else itself."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """Return a copy of what a step may write to: a tensor, where it is, a generator or a container. Else the value itself."""
+    match value:
+        case Tensor():
+            return value.detach().clone()
+        case torch.Generator():
+            return value.clone_state()
+        case dict():
+            table = copy(value)
+            table.update({key: copied(item) for key, item in value.items()})
+            return table
+        case list() | deque():
+            items = copy(value)
+            for index, item in enumerate(value):
+                items[index] = copied(item)
+            return items
+        case set():
+            return copy(value)
+    return value
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -128,8 +156,8 @@ def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
 
 
 def in_host(value: Any) -> Any:
-    """Return a tensor's copy in host memory, and everything else itself."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    """Return a copy as `copied`, of a tensor in host memory."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copied(value)
 
 
 def _adam(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Kernel | None:

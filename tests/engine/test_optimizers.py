@@ -54,6 +54,43 @@ def test_trials_leave_options() -> None:
     assert wrapper.param_groups[0]["calls"] == 0
 
 
+class Tables(own.Layerwise):
+    """Counts its steps in a dictionary of its own and in a list of each group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([{"params": list(params), "counts": [0]}])
+        self.counts, self.noise = {"all": 0}, torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.counts["all"] += 1
+        self.last = float(torch.rand((), generator=self.noise))
+        for group in self.param_groups:
+            group["counts"][0] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1 / self.counts["all"] / group["counts"][0])
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_what_steps_count_in_containers(tier: str) -> None:
+    """Trial steps counted there, too, and so did the step over each block."""
+    found = []
+    for is_plain in (True, False):
+        model = mlp()
+        optimizer = Tables(model.parameters())
+        engine = None if is_plain else shard(model, optimizer, ZeroConfig(stage=2, offload_optimizer=tier))
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        if engine is not None:
+            engine.detach()
+        counts = optimizer.counts["all"], optimizer.param_groups[0]["counts"], optimizer.last
+        found.append((counts, [param.tolist() for param in model.parameters()]))
+    assert found[0] == found[1]
+
+
 def test_a_registered_kind_goes_before_the_trial() -> None:
     class Declared(own.Global):
         pass
