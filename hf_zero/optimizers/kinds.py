@@ -156,7 +156,7 @@ def state_bytes(
     param.grad = torch.empty_like(param)
     with torch.device("meta"):
         twin = ready(optimizer, [{"params": [param], **options}])
-        with suppress(Exception):  # a step that needs a value ends early
+        with suppress(Exception), torch.random.fork_rng([]):  # a step that needs a value ends early
             bare_step(type(optimizer))(twin)
     made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
     small = tuple(min(extent, 8) for extent in shape)

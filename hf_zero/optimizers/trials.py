@@ -158,7 +158,7 @@ class Trial:
     ) -> torch.optim.Optimizer:
         twin = ready(self._optimizer, [{"params": params, **self._options} for params in groups])
         step = bare_step(type(self._optimizer))
-        with torch.enable_grad(), watching or nullcontext():
+        with torch.random.fork_rng([]), torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
                     param.grad = grad(value)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import Engine, shard
+from hf_zero.optimizers.facts import state_tensors
 from hf_zero.optimizers.kinds import Kind, kind_of, state_bytes
 from tests import optimizers as own
 from tests.programs.optimizers import Lookahead
@@ -52,6 +53,23 @@ def test_trials_leave_options() -> None:
     wrapper = Lookahead(torch.optim.SGD(params, lr=0.1))  # it steps by another optimizer, which has the same groups
     state_bytes(wrapper, 0, (8, 6), torch.float32)
     assert wrapper.param_groups[0]["calls"] == 0
+
+
+class Noisy(own.Layerwise):
+    """Adds noise."""
+
+    def rate(self, p: Any) -> Any:
+        return torch.randn_like(p)
+
+
+def test_trials_leave_random_states() -> None:
+    params = list(mlp().parameters())
+    before = torch.get_rng_state()
+    optimizer = Noisy(params)
+    assert kind_of(optimizer, set(params), sharded=False, offloaded=False) is Kind.MATRICES
+    state_bytes(optimizer, 0, (8, 6), torch.float32)
+    assert state_tensors([optimizer]) == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Tables(own.Layerwise):
