@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .twin import Twin, is_elementwise
+from .twin import Twin, is_elementwise, untouched
 
 _NUMEL = 7
 
@@ -25,7 +25,7 @@ class Made(NamedTuple):
 def made_by(optimizer: torch.optim.Optimizer) -> Made | None:
     """Return what a step makes; None where that cannot be tried."""
     made = Made({}, set())
-    with suppress(Exception), torch.random.fork_rng([]), torch.no_grad():  # whatever a user's optimizer raises
+    with suppress(Exception), untouched(optimizer), torch.no_grad():  # whatever a user's optimizer raises
         for number, group in enumerate(optimizer.param_groups):
             twin = Twin(optimizer, fuse=False)
             entries = twin.step(number, torch.zeros(_NUMEL, device="cpu"), torch.ones(_NUMEL, device="cpu"), {})

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..tiers.array import is_array
 from .trials import Trial, inner_optimizers, ready, trials
-from .twin import bare_step, options_of
+from .twin import bare_step, options_of, untouched
 
 
 class Kind(Enum):
@@ -154,17 +154,18 @@ def state_bytes(
     options = options_of(optimizer.param_groups[group])
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
     param.grad = torch.empty_like(param)
-    with torch.device("meta"):
-        twin = ready(optimizer, [{"params": [param], **options}])
-        with suppress(Exception), torch.random.fork_rng([]):  # a step that needs a value ends early
-            bare_step(type(optimizer))(twin)
-    made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
-    small = tuple(min(extent, 8) for extent in shape)
-    with suppress(Exception):
-        scale = param.numel() / max(1, math.prod(small))
-        for key, value in Trial(optimizer, options, small).state_after_one_step().items():
-            if is_array(value):
-                made.setdefault(str(key), round(value.nbytes * scale))
+    with untouched(optimizer):
+        with torch.device("meta"):
+            twin = ready(optimizer, [{"params": [param], **options}])
+            with suppress(Exception):  # a step that needs a value ends early
+                bare_step(type(optimizer))(twin)
+        made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
+        small = tuple(min(extent, 8) for extent in shape)
+        with suppress(Exception):
+            scale = param.numel() / max(1, math.prod(small))
+            for key, value in Trial(optimizer, options, small).state_after_one_step().items():
+                if is_array(value):
+                    made.setdefault(str(key), round(value.nbytes * scale))
     return tuple(made.values())
 
 

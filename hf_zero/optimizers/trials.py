@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError
 from .scalars import scalar
-from .twin import bare_step, copy_of, options_of, written_by_steps
+from .twin import bare_step, copy_of, options_of, untouched, written_by_steps
 
 _FIRST = (8, 12)
 """Tried before larger shapes: a rule that builds an n x n matrix for n elements in a row would take hours over those."""
@@ -158,7 +158,7 @@ class Trial:
     ) -> torch.optim.Optimizer:
         twin = ready(self._optimizer, [{"params": params, **self._options} for params in groups])
         step = bare_step(type(self._optimizer))
-        with torch.random.fork_rng([]), torch.enable_grad(), watching or nullcontext():
+        with torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
                     param.grad = grad(value)
@@ -174,9 +174,10 @@ def trials(optimizer: torch.optim.Optimizer) -> Iterator[Trial]:
         repr({name: value for name, value in options.items() if name not in _SHOWN}): options
         for options in map(options_of, optimizer.param_groups)
     }
-    for shape in shapes:
-        for options in kinds.values():
-            yield Trial(optimizer, options, shape)
+    with untouched(optimizer):
+        for shape in shapes:
+            for options in kinds.values():
+                yield Trial(optimizer, options, shape)
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

@@ -7,8 +7,10 @@ part of the state. An element's update must depend on that element's values alon
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim.adam import adam
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(master, gradient, exp_avg, exp_avg_sq, step count): one update of all but the step count, in place."""
 
+_NOT_RESTORED = (type, ModuleType, nn.Module, torch.optim.Optimizer, Tensor)
 _NOT_COPIED = frozenset({"state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
 
 
@@ -87,6 +90,21 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
     step: Any = kind.step
     bare: Callable[[Any], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return bare
+
+
+@contextmanager
+def untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore what steps of a copy share with the optimizer: torch's random state, and objects among its attributes."""
+    owned = [each for each in vars(optimizer).values() if not isinstance(each, _NOT_RESTORED)]
+    kept = [each for each in owned if isinstance(getattr(each, "__dict__", None), dict)]
+    before = [dict(vars(each)) for each in kept]
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        for each, attributes in zip(kept, before):
+            vars(each).clear()
+            vars(each).update(attributes)
 
 
 def is_elementwise(name: str, value: Any, numel: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,15 +74,16 @@ def test_trials_leave_random_states() -> None:
 
 
 class Tables(own.Layerwise):
-    """Counts its steps in a dictionary of its own and in a list of each group."""
+    """Counts its steps in a dictionary and an object of its own, and in a list of each group."""
 
     def __init__(self, params: Any) -> None:
         super().__init__([{"params": list(params), "counts": [0]}])
-        self.counts, self.noise = {"all": 0}, torch.Generator().manual_seed(0)
+        self.counts, self.noise, self.seen = {"all": 0}, torch.Generator().manual_seed(0), SimpleNamespace(steps=0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.counts["all"] += 1
+        self.seen.steps += 1
         self.last = float(torch.rand((), generator=self.noise))
         for group in self.param_groups:
             group["counts"][0] += 1
@@ -105,6 +107,7 @@ def test_what_steps_count_in_containers(tier: str) -> None:
         if engine is not None:
             engine.detach()
         counts = optimizer.counts["all"], optimizer.param_groups[0]["counts"], optimizer.last
+        assert tier != "none" or optimizer.seen.steps == 3
         found.append((counts, [param.tolist() for param in model.parameters()]))
     assert found[0] == found[1]
 
