@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .trials import inner_optimizers
 from .twin import Twin, is_elementwise, untouched
 
 _NUMEL = 7
@@ -25,6 +26,8 @@ class Made(NamedTuple):
 def made_by(optimizer: torch.optim.Optimizer) -> Made | None:
     """Return what a step makes; None where that cannot be tried."""
     made = Made({}, set())
+    if inner_optimizers(optimizer):  # a step of those would be one over the model
+        return None
     with suppress(Exception), untouched(optimizer), torch.no_grad():  # whatever a user's optimizer raises
         for number, group in enumerate(optimizer.param_groups):
             twin = Twin(optimizer, fuse=False)

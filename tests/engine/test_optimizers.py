@@ -53,6 +53,7 @@ def test_trials_leave_options() -> None:
     assert float(optimizer.param_groups[0]["k"]) == 0.0
     wrapper = Lookahead(torch.optim.SGD(params, lr=0.1))  # it steps by another optimizer, which has the same groups
     state_bytes(wrapper, 0, (8, 6), torch.float32)
+    assert state_tensors([wrapper]) == 2
     assert wrapper.param_groups[0]["calls"] == 0
 
 
