@@ -20,7 +20,7 @@ from torch.optim.adam import adam
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(master, gradient, exp_avg, exp_avg_sq, step count): one update of all but the step count, in place."""
 
-_NOT_RESTORED = (type, ModuleType, nn.Module, torch.optim.Optimizer, Tensor)
+_NOT_RESTORED = (ModuleType, torch.optim.Optimizer, Tensor)
 _NOT_COPIED = frozenset({"state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
 
 
@@ -95,7 +95,7 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
 @contextmanager
 def untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore what steps of a copy share with the optimizer: torch's random state, and objects among its attributes."""
-    owned = [each for each in vars(optimizer).values() if not isinstance(each, _NOT_RESTORED)]
+    owned = [each for each in vars(optimizer).values() if not (callable(each) or isinstance(each, _NOT_RESTORED))]
     kept = [each for each in owned if isinstance(getattr(each, "__dict__", None), dict)]
     before = [dict(vars(each)) for each in kept]
     try:
