@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,23 +50,23 @@ def needs_matrices(optimizer: torch.optim.Optimizer, params: set[Tensor], sharde
 class Rows(torch.optim.Optimizer):
     """As Alice: multiplies with a matrix of as many rows and columns as the parameter has rows."""
 
-    def __init__(self, params, most: list[int]) -> None:
+    def __init__(self, params, see: Callable[[int], None]) -> None:
         super().__init__(params, {"lr": 0.1})
-        self.most = most
+        self.see = see
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 grad = param.grad.reshape(len(param), -1)
-                self.most[0] = max(self.most[0], len(grad))
+                self.see(len(grad))
                 param.sub_((grad @ grad.T @ grad).view_as(param), alpha=0.01)
 
 
 def test_a_trial_of_a_rule_over_rows_has_few_of_them():
-    most, model = [0], nn.Linear(8, 8)
-    assert needs_matrices(Rows(model.parameters(), most), set(model.parameters()))
-    assert 0 < most[0] < 1000
+    seen, model = [], nn.Linear(8, 8)
+    assert needs_matrices(Rows(model.parameters(), seen.append), set(model.parameters()))
+    assert 0 < max(seen) < 1000
 
 
 def test_what_is_element_wise():
