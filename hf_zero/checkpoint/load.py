@@ -79,6 +79,7 @@ class Loading:
     def _find(self, stem: str) -> dict[str, Stored]:
         return find_weights(self.folder, stem, self.manifest, verify=self.verifies).tensors
 
+    @torch.inference_mode(False)  # what it allocates is trained later
     def weights(
         self, parameters: Fillable, model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
     ) -> Located:
@@ -172,6 +173,7 @@ class Loading:
                 raise CheckpointError(f"{path}: {entry.key} is the state of a parameter that is in no group")
         return path, index
 
+    @torch.inference_mode(False)  # what it allocates is trained later
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
         """Load the optimizer's state and its groups' options."""
         with torch.no_grad(), on_all_ranks(self._wire, self._what):

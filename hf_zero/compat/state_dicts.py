@@ -108,6 +108,7 @@ class StateDicts(Observer):
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # version counters of what it allocates are read
     def _load(
         self, module: nn.Module, stock: Call, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

@@ -154,6 +154,7 @@ class BoundOptimizers:
         self._engine.finish_step()
         return state_dict(self.get(optimizer), self._context.wire)
 
+    @torch.inference_mode(False)  # what it allocates is trained later
     def _load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         self.get(optimizer, "load_state_dict()")
         self.follow_groups()

@@ -29,6 +29,7 @@ class Away:
         self._states: list[Tensor] = []
         self._aliases: set[Span] = set()  # whose masters were the memory of `local`
 
+    @torch.inference_mode(False)  # the optimizer updates what is allocated here
     @torch.no_grad()
     def leave(self) -> None:
         """Move everything to host memory."""
@@ -65,6 +66,7 @@ class Away:
         for segment in span.segments:
             segment.show_grad()
 
+    @torch.inference_mode(False)  # the optimizer updates what is allocated here
     @torch.no_grad()
     def come_back(self) -> None:
         """Move everything back. A collective where the stage keeps full parameters."""

@@ -150,7 +150,8 @@ def continued_from_a_checkpoint(run: Run, name: str) -> None:
     in_turn(run, model, optimizers, 0)
     run.save(model)
     in_turn(run, model, optimizers, 10)
-    run.load(model)
+    with contextlib.nullcontext() if run.is_plain else torch.inference_mode():
+        run.load(model)
     in_turn(run, model, optimizers, 20)
     other, others = built(run, name)
     other = run.shard(other, others, stage=3 if run.setting.stage < 3 else 1, **IN_MEMORY)
