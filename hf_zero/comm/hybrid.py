@@ -15,7 +15,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..errors import StateError
 from .codec import Codec, fits
 from .group_wire import GroupWire
 from .inflight import Count, Inflight
@@ -56,7 +55,7 @@ class HybridWire(Wire):
         # A wire of one rank is right for replicas of one rank, and until `open_groups`.
         self.shard_group: Wire = Wire()
         self.shard_group.rank, self.shard_group.size = self.rank % self.shards, self.shards
-        self._replicate_group: GroupWire | None = None
+        self._across: GroupWire  # from `open_groups` on
         self.traffic.kinds.setdefault("across", Count())
         for name in (
             "send_to_rank_0",
@@ -75,7 +74,7 @@ class HybridWire(Wire):
         ranks = range(self.size)
         if self.shards > 1:
             self.shard_group = self.world.among([ranks[at : at + self.shards] for at in ranks[:: self.shards]])
-        across = self._replicate_group = self.world.among([ranks[at :: self.shards] for at in ranks[: self.shards]])
+        across = self._across = self.world.among([ranks[at :: self.shards] for at in ranks[: self.shards]])
         across.gather_kind = across.reduce_kind = "across"
         mine = ", ".join(map(str, ranks[self.replica * self.shards :][: self.shards]))
         peers = ", ".join(map(str, ranks[self.rank % self.shards :: self.shards]))
@@ -100,7 +99,7 @@ class HybridWire(Wire):
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         """Average `source` over all ranks; a replica is one rank."""
-        across = self._across()
+        across = self._across
         if not fits(across.codec, -(-out.numel() // self.replicas), source.dtype):
             return across.average(source, out, tag)
 
@@ -116,7 +115,7 @@ class HybridWire(Wire):
 
         Each of the R ranks sums one part. Values are sent in the dtype of the gradients.
         """
-        across, numel = self._across(), out.numel()
+        across, numel = self._across, out.numel()
         if not numel:
             return
         part = -(-numel // self.replicas)
@@ -137,8 +136,3 @@ class HybridWire(Wire):
             across.gather(total, mine.to(sent_as), tag).close()
         if total is not out:
             out.copy_(total[:numel])
-
-    def _across(self) -> GroupWire:
-        if self._replicate_group is None:
-            raise StateError("the groups of this engine's replicas are not open yet")
-        return self._replicate_group
