@@ -96,6 +96,20 @@ def reduced_in_bfloat16(run: Run) -> None:
     _train(run, gpt2, in_groups, reduce_dtype="bfloat16")
 
 
+@program(reference="average")
+def clipped_between_micro_batches(run: Run) -> None:
+    """Inside `no_sync`, too, the mean over the ranks is clipped, and later gradients are added to it."""
+    model = run.mlp()
+    for step in range(3):
+        with run.no_sync(model):
+            run.loss(2 * step).backward()
+        run.clip_grad_norm_(model, 0.02)
+        run.forget_gradients()
+        run.loss(2 * step + 1).backward()
+        run.update()
+
+
+
 @program(more={"precision": FACTORS["precision"], "ranks": (1, 2, 3, 4), **DEBUG})
 def scaled_and_clipped(run: Run) -> None:
     """With two changes of the loss scale."""
