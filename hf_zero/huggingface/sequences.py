@@ -152,7 +152,7 @@ class DividesSequences(TrainerBase):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as the stock Trainer does, which counts labels as if ranks of a group had the same samples here, too."""
-        with replaced([(self, "get_sp_size", lambda: 1)]):
+        with replaced([(self.accelerator.parallelism_config, "sp_size", 1)]):
             return super().prediction_step(*args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> Any:

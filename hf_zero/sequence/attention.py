@@ -103,7 +103,7 @@ class SequenceAttention:
 
     def _mask(self, chosen: str, *args: Any, **kwargs: Any) -> Any:
         """Return the mask of the whole sequence while a part of it is computed."""
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         function, part = ALL_MASK_ATTENTION_FUNCTIONS[chosen], self.active
         if part is None or args:
@@ -125,7 +125,7 @@ class SequenceAttention:
             _refuse("a mask that the model adds to", "an attention mask of its own")
         mask_function = kwargs["mask_function"]
         if part.packed is not None and not both_ways:
-            mask_function = packed_sequence_compatibility_function(mask_function, part.position_ids, part.packed)
+            mask_function = _apart(mask_function, part.position_ids, part.packed)
             kwargs["allow_is_causal_skip"] = False
         mask = part.full_mask if both_ways else part.causal_mask
         whole = {"q_length": part.length, "kv_length": part.length, "q_offset": 0, "kv_offset": 0}
@@ -171,6 +171,16 @@ class SequenceAttention:
         with replaced(_shown_in(module, chosen, heads // (pairs * repeats), sinks)):
             out, _ = function(module, query, key, value, mask.mask, **kwargs)
         return exchange(self.group, 1, 2, out)[0], None
+
+
+def _apart(mask_function: Callable[..., Any], position_ids: Tensor, packed: Tensor) -> Callable[..., Any]:
+    """Return a mask function in which packed sequences do not see one another, as transformers makes it."""
+    from transformers import masking_utils
+
+    made = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if made is None:  # before 5.23 positions are those in the row
+        return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(packed))
+    return made(mask_function, position_ids, packed)
 
 
 def _implementation(chosen: str, module: nn.Module) -> Callable[..., Any]:

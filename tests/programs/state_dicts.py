@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.models import adamw
 from tests.oracle import Run, program
-from tests.programs.usual import is_released, see_weights, without_memory
+from tests.programs.usual import FP32, LOWEST, is_released, see_weights, without_memory
 
 
 def broadcast_state(run: Run) -> Any:
@@ -61,7 +61,7 @@ def groups_written_before_state_dict(run: Run) -> None:
             run.see(value if run.rank == 0 else None, f"state dict {name}")
 
 
-@program(reference="average")
+@program(reference="average", only=FP32 if LOWEST else {})
 def averaged_model(run: Run) -> None:
     model = run.mlp()
     average = torch.optim.swa_utils.AveragedModel(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
 
 from tests.models import mlp, sgd
@@ -20,6 +21,8 @@ Optimize = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Run, int], Tensor]
 Act = Callable[[Run, int], Any]
 
+LOWEST = Version(torch.__version__) < Version("2.13")
+"""With the lowest versions that pyproject.toml allows: torch and transformers have faults of their own (docs/LIMITS.md)."""
 FP32 = {"precision": ("fp32",)}
 """`only=FP32`: what reads or writes weights sees them rounded to bf16, which plain data parallel training does not do; or
 its numbers hang on the sign of a rounding error; or torch has no bf16 kernel for it."""
