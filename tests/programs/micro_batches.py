@@ -109,7 +109,6 @@ def clipped_between_micro_batches(run: Run) -> None:
         run.update()
 
 
-
 @program(more={"precision": FACTORS["precision"], "ranks": (1, 2, 3, 4), **DEBUG})
 def scaled_and_clipped(run: Run) -> None:
     """With two changes of the loss scale."""
