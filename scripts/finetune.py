@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from common.arguments import DataArguments, answer_help
+from common.arguments import CORPUS_SIZE, DEFAULT_MODEL, DataArguments, answer_help
 from common.console import UserError, check_output, check_space, examples, run
 
 from hf_zero.plan.shapes import CONFIGS
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     import hf_zero as zero
 
-CORPUS_SIZE = 4 << 20
 TINY_STEPS = 150  # of a tiny model on the embedded corpus: a minute or two on two CPU ranks
 LORA_LEARNING_RATE = 2e-4  # few parameters, starting from zero: about ten times that of full training
 ADAPTED = {
@@ -39,8 +38,6 @@ ADAPTED = {
     "question-answering": "QUESTION_ANS",
 }  # fmt: skip
 """PEFT's name by task: with it, a new head is trained and saved, too."""
-DEFAULT_MODEL = {"clm": "gpt2-tiny"}
-"""By task; every other task has bert-tiny."""
 
 
 @dataclass
@@ -76,7 +73,7 @@ class ScriptArguments(DataArguments):
     )
 
     def __post_init__(self) -> None:
-        self.model = self.model or DEFAULT_MODEL.get(self.task, "bert-tiny")
+        self.model = self.model or DEFAULT_MODEL[self.task]
         super().__post_init__()
         if self.lora and self.model in CONFIGS:
             raise UserError(

@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from common.arguments import DataArguments, answer_help
+from common.arguments import CORPUS_SIZE, DEFAULT_MODEL, DataArguments, answer_help
 from common.console import UserError, check_output, check_space, examples, run
 
 from hf_zero.plan.shapes import CONFIGS
 
 if TYPE_CHECKING:
-    from common.flags import ZeroSeq2SeqTrainingArguments
+    from common.data import Prepared
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CORPUS_SIZE = 4 << 20
-DEFAULT_MODEL = {"summarization": "t5-tiny", "transcription": "speech-tiny"}
 TINY_STEPS = 100
 SPOKEN = (768, 96)  # utterances that are made, for training and evaluation
 
@@ -54,24 +52,6 @@ class Seq2SeqArguments(DataArguments):
         super().__post_init__()
 
 
-@dataclass
-class Data:
-    """Data and processors for the Trainer."""
-
-    train: Any
-    eval: Any
-    collator: Any
-    processor: Any
-    """Saved with the model: a tokenizer or a feature extractor."""
-
-
-def parse(argv: Sequence[str]) -> tuple[Seq2SeqArguments, ZeroSeq2SeqTrainingArguments]:
-    """Parse the command line into two dataclasses."""
-    from common.flags import ZeroSeq2SeqTrainingArguments, parse_flags
-
-    return parse_flags(argv, (Seq2SeqArguments, ZeroSeq2SeqTrainingArguments), defaults, __doc__)
-
-
 def defaults(script: Seq2SeqArguments, given: set[str]) -> dict[str, Any]:
     """Return the Trainer's arguments where the user gave none."""
     from common.flags import run_defaults
@@ -82,8 +62,8 @@ def defaults(script: Seq2SeqArguments, given: set[str]) -> dict[str, Any]:
     return chosen | ({"learning_rate": 3e-3 if script.tiny else 3e-4} if scratch else {})
 
 
-def summaries(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Data]:
-    """Return model, tokenizer and texts."""
+def summaries(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Any, Prepared]:
+    """Return model, tokenizer, what is saved with the model, and texts."""
     from common.data import load_text, load_tokenizer
     from common.models import load_config, load_model
     from common.structured import check_columns, structured_corpus, summarization, text_for_tokenizer
@@ -99,13 +79,14 @@ def summaries(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedToke
     limits = (script.max_train_samples, script.max_eval_samples or (64 if script.tiny else None))
     prepared = summarization(data, tokenizer, script.block_size, limits)
     model = load_model(script.task, name, config, tokenizer)
-    return model, tokenizer, Data(prepared.train, prepared.eval, DataCollatorForSeq2Seq(tokenizer, model), tokenizer)
+    prepared.collator = DataCollatorForSeq2Seq(tokenizer, model)
+    return model, tokenizer, tokenizer, prepared
 
 
-def speech(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Data]:
-    """Return model, tokenizer and sounds."""
+def speech(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Any, Prepared]:
+    """Return model, tokenizer, what is saved with the model, and sounds."""
     import datasets
-    from common.data import load_tokenizer
+    from common.data import Prepared, load_tokenizer
     from common.models import load_config, load_model
     from common.speech import RATE, SpeechCollator, features_of, recordings, spoken_digits
     from transformers import WhisperFeatureExtractor
@@ -131,7 +112,7 @@ def speech(script: Seq2SeqArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
     length = config.max_target_positions
     rows = [features_of(part, extractor, tokenizer, length) for part in parts]
     model = load_model(script.task, name, config, tokenizer)
-    return model, tokenizer, Data(*rows, SpeechCollator(model), extractor)
+    return model, tokenizer, extractor, Prepared(*rows, SpeechCollator(model))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -140,19 +121,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     answer_help(words, Seq2SeqArguments, __doc__)
     with examples():
         import datasets
+    from common.flags import ZeroSeq2SeqTrainingArguments, parse_flags
     from common.metrics import RougeL, WordErrors, text_metrics
     from common.run import each_item_alike, train_and_save
     from transformers import Seq2SeqTrainer, set_seed
 
     import hf_zero as zero
 
-    script, args = parse(words)
+    script, args = parse_flags(words, (Seq2SeqArguments, ZeroSeq2SeqTrainingArguments), defaults, __doc__)
     check_output(args.output_dir)
     if args.process_index:
         datasets.disable_progress_bars()
     set_seed(args.seed)
     with args.main_process_first(desc="preparing model and data"):
-        model, tokenizer, data = (summaries if script.task == "summarization" else speech)(script)
+        model, tokenizer, processor, data = (summaries if script.task == "summarization" else speech)(script)
     check_space(args.output_dir, model)
     metric = RougeL(keep_in_memory=True) if script.task == "summarization" else WordErrors(keep_in_memory=True)
     trainer = Seq2SeqTrainer(
@@ -167,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         callbacks=[zero.ZeroCallback(verbose=script.verbose)],
     )
     after = train_and_save(trainer, title=f"{script.model} · {script.task}")
-    if trainer.is_world_process_zero() and data.processor is not tokenizer:
-        data.processor.save_pretrained(args.output_dir)
+    if trainer.is_world_process_zero() and processor is not tokenizer:
+        processor.save_pretrained(args.output_dir)
     return after
 
 

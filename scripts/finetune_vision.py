@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    import hf_zero as zero
 
 TINY_STEPS = 60
 _VIT_TINY = {
@@ -59,15 +58,6 @@ class VisionArguments(DataArguments):
         },
     )
     image_size: int | None = field(default=None, metadata={"help": "pixels of a side; by default the model's own"})
-
-
-def parse(argv: Sequence[str]) -> tuple[VisionArguments, zero.ZeroTrainingArguments]:
-    """Parse the command line into two dataclasses."""
-    from common.flags import parse_flags
-
-    import hf_zero as zero
-
-    return parse_flags(argv, (VisionArguments, zero.ZeroTrainingArguments), defaults, __doc__)
 
 
 def defaults(script: VisionArguments, given: set[str]) -> dict[str, Any]:
@@ -134,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     answer_help(words, VisionArguments, __doc__)
     with examples():
         from common.metrics import class_metrics
+    from common.flags import parse_flags
     from common.images import digits, image_folder
     from common.run import each_item_alike, train_and_save
     from torch.utils.data import Subset
@@ -141,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     import hf_zero as zero
 
-    script, args = parse(words)
+    script, args = parse_flags(words, (VisionArguments, zero.ZeroTrainingArguments), defaults, __doc__)
     check_output(args.output_dir)
     name = str(script.model)
     labels = [str(number) for number in range(10)]

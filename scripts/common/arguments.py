@@ -26,6 +26,17 @@ MAIN_FLAGS = {
     "seed": "random seed",
 }
 """Arguments of the Trainer in `--help`; `--help-all` shows every one."""
+DEFAULT_MODEL = {
+    "clm": "gpt2-tiny",
+    "mlm": "bert-tiny",
+    "classification": "bert-tiny",
+    "token-classification": "bert-tiny",
+    "question-answering": "bert-tiny",
+    "summarization": "t5-tiny",
+    "transcription": "speech-tiny",
+}
+"""By task."""
+CORPUS_SIZE = 4 << 20  # characters of the standard library's sources
 _HELP = ("-h", "--help", "--help-all")
 _WIDTH, _LABEL = 118, 34
 

@@ -31,6 +31,7 @@ from transformers import (
     default_data_collator,
 )
 
+from .arguments import CORPUS_SIZE
 from .console import UserError, examples
 
 with examples():
@@ -38,7 +39,6 @@ with examples():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CACHE = Path(HF_HOME) / "hf_zero"
-CORPUS_SIZE = 4 << 20  # characters of the standard library's sources
 CORPUS_PACKAGES = 8  # classes of the built-in classification task
 SNIPPET_LINES = 10
 TOKENIZER_TEXT = 8 << 20  # characters of a dataset that a new tokenizer is trained on

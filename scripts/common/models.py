@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_zero.plan.shapes import CONFIGS
 
+from .arguments import DEFAULT_MODEL
 from .console import UserError
 
 AUTO_MODELS: dict[str, Any] = {
@@ -32,15 +33,6 @@ AUTO_MODELS: dict[str, Any] = {
     "question-answering": AutoModelForQuestionAnswering,
     "summarization": AutoModelForSeq2SeqLM,
     "transcription": AutoModelForSpeechSeq2Seq,
-}
-DEFAULT_MODEL = {
-    "clm": "gpt2-tiny",
-    "mlm": "bert-tiny",
-    "classification": "bert-tiny",
-    "token-classification": "bert-tiny",
-    "question-answering": "bert-tiny",
-    "summarization": "t5-tiny",
-    "transcription": "speech-tiny",
 }
 BUILT_IN: dict[str, Callable[[], PreTrainedConfig]] = {
     name: partial(AutoConfig.for_model, config.kind, **config.settings) for name, config in CONFIGS.items()

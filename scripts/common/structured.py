@@ -21,8 +21,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .arguments import CORPUS_SIZE
 from .console import UserError, examples
-from .data import CORPUS_SIZE, Prepared, cached_corpus, classes, corpus_files, mapped, splits, take
+from .data import Prepared, cached_corpus, classes, corpus_files, mapped, splits, take
 
 with examples():
     from datasets import Dataset, DatasetDict, List, Value
