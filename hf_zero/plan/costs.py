@@ -96,10 +96,6 @@ class Setup:
     def policy(self) -> StagePolicy:
         return self.config.policy_for(self.world_size)
 
-    @cached_property
-    def reduce_dtype(self) -> str:
-        return dtype_name(self.precision.reduce_dtype)
-
     @property
     def is_cpu(self) -> bool:
         """The device is the CPU: the gradient of a span of one parameter is sent without a copy, and copies over the link are
@@ -245,7 +241,7 @@ def stored_itemsize(span: SpanLayout, placement: Placement, setup: Setup) -> int
 
 def wire_dtype(span: SpanLayout, setup: Setup) -> str:
     """Return the type in which gradients are sent: those of masters that are not float32 are never narrowed."""
-    return setup.reduce_dtype if span.spec.master_dtype == "float32" else span.spec.master_dtype
+    return dtype_name(setup.precision.reduce_dtype) if span.spec.master_dtype == "float32" else span.spec.master_dtype
 
 
 def state_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> dict[tuple[Tier, str], int]:

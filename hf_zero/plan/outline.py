@@ -62,11 +62,6 @@ def logits_bytes(architecture: Architecture, size: int) -> int:
     return architecture.vocab * (size + 3 * 4)
 
 
-def chunked_logits_bytes(architecture: Architecture) -> int:
-    """Return bytes per token of a chunk's log-softmax and of the gradients of its two operations, in float32."""
-    return architecture.vocab * 3 * 4
-
-
 def input_bytes(architecture: Architecture, tokens: int, size: int, is_mixed: bool) -> int:
     """Return bytes of one checkpointed layer's input."""
     return tokens * architecture.hidden * (4 if is_mixed else size)
@@ -90,7 +85,8 @@ def activation_bytes(batch: Batch, config: ZeroConfig, size: int, is_mixed: bool
     )
     head = tokens * logits_bytes(architecture, size)
     if is_chunked:
-        head = min(head, chunk_tokens(architecture.vocab) * chunked_logits_bytes(architecture))
+        # A chunk's log-softmax and the gradients of its two operations, in float32.
+        head = min(head, chunk_tokens(architecture.vocab) * architecture.vocab * 3 * 4)
     if not batch.checkpointing:
         return tokens * architecture.layers * layer + head, 0, 0
     one, layers = input_bytes(architecture, tokens, size, is_mixed), architecture.layers
