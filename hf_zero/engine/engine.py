@@ -153,6 +153,7 @@ class Engine:
 
     # Step -------------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # what it allocates is trained later
     def bind(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         """Bind an optimizer, or optimizers, over the model's parameters. A collective.
 
@@ -438,6 +439,7 @@ class Engine:
 
     # End --------------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # what it allocates is trained later
     def detach(self) -> None:
         """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective.
 

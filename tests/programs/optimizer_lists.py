@@ -213,7 +213,8 @@ def cleared_between_micro_batches(run: Run) -> None:
     named = [*model.named_parameters()]
     optimizers = [adam([p for name, p in named if ("up" in name) is is_up]) for is_up in (True, False)]
     model = run.shard(model, adam(model.parameters()))
-    run.bind(optimizers)
+    with torch.inference_mode():
+        run.bind(optimizers)
     for step, way in enumerate((True, False, True)):
         with run.no_sync(model, defer=True):
             backward(run, model, 2 * step, "first")
