@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import Engine, ZeroConfig, shard
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 from tests.models import inputs, mlp
 
 pytestmark = pytest.mark.gloo
@@ -28,7 +28,8 @@ def loss(rank: int, model: nn.Module, step: int = 0) -> Tensor:
 # Costs ------------------------------------------------------------------------------------------------------------------
 
 
-def collectives(rank: int, world: int) -> dict[str, dict[str, int]]:
+@on_ranks()
+def test_only_values_are_gathered(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = mlp()
     engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
@@ -49,21 +50,12 @@ def collectives(rank: int, world: int) -> dict[str, dict[str, int]]:
     assert norm > 0.1
     assert abs(flat.item() - 0.1) < 1e-5
     engine.detach()
-    return found
+    one = {"scalar": 1}
+    assert found == {"is not None": {}, "clip": one, "reshaped": one, "edit": {}, "read": {"gather": 1}}
 
 
-def test_only_values_are_gathered(two: RankPool) -> None:
-    for found in two.run(collectives):
-        assert found == {
-            "is not None": {},
-            "clip": {"scalar": 1},
-            "reshaped": {"scalar": 1},
-            "edit": {},
-            "read": {"gather": 1},
-        }
-
-
-def cleared_by_the_module(rank: int, world: int) -> None:
+@on_ranks()
+def test_clearing_one_after_another_splits_nothing(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,10 +69,6 @@ def cleared_by_the_module(rank: int, world: int) -> None:
     assert len(optimizer.param_groups[0]["params"]) == before
 
 
-def test_clearing_one_after_another_splits_nothing(two: RankPool) -> None:
-    two.run(cleared_by_the_module)
-
-
 class Classes(torch.optim.SGD):
     """Its step notes the classes that torch chooses kernels by."""
 
@@ -92,7 +80,8 @@ class Classes(torch.optim.SGD):
         return super().step(closure)
 
 
-def steps(rank: int, world: int) -> None:
+@on_ranks()
+def test_a_step_sees_plain_tensors(rank: int, world: int) -> None:
     model = mlp()
     optimizer = Classes(model.parameters(), lr=0.1)
     start(model, optimizer, stage=2)
@@ -103,14 +92,11 @@ def steps(rank: int, world: int) -> None:
         assert optimizer.found == {nn.Parameter, Tensor}
 
 
-def test_a_step_sees_plain_tensors(two: RankPool) -> None:
-    two.run(steps)
-
-
 # Groups -----------------------------------------------------------------------------------------------------------------
 
 
-def copies(rank: int, world: int) -> None:
+@on_ranks()
+def test_copies_of_what_groups_hold_are_plain(rank: int, world: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     start(model, optimizer, stage=2)
@@ -120,7 +106,3 @@ def copies(rank: int, world: int) -> None:
             assert type(each) is nn.Parameter
             assert torch.equal(each, param)
             assert each.grad is None
-
-
-def test_copies_of_what_groups_hold_are_plain(two: RankPool) -> None:
-    two.run(copies)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero import Engine, StateError, ZeroConfig, shard
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 
 WIDTH = 16
 
@@ -29,33 +30,26 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def penalty_memory(rank: int, world: int) -> tuple[int, int]:
+@on_ranks()
+def test_a_penalty_does_not_keep_the_model_gathered(rank: int, world: int) -> None:
     """Units that are gathered between a penalty over all weights and the backward, and after it."""
     model, optimizer, engine = sharded()
     loss = model(torch.ones(2, WIDTH)).square().mean() + sum(p.square().sum() for p in model.parameters())
-    before = gathered(engine)
+    assert gathered(engine) == 1
     loss.backward()
-    return before, gathered(engine)
+    assert gathered(engine) == 0
 
 
-def test_a_penalty_does_not_keep_the_model_gathered(two: RankPool) -> None:
-    for before, after in two.run(penalty_memory):
-        assert (before, after) == (1, 0)
-
-
-def text_on_one_rank(rank: int, world: int) -> str:
+@on_ranks()
+def test_one_rank_prints(rank: int, world: int) -> None:
     model, optimizer, engine = sharded()
     text = f"{model[0].weight!r} {model[0].bias}" if rank == 0 else ""
     step(model, optimizer)
-    return text
+    assert text.count("sharded over the ranks") == (2 if rank == 0 else 0)
 
 
-def test_one_rank_prints(two: RankPool) -> None:
-    text, _ = two.run(text_on_one_rank)
-    assert text.count("sharded over the ranks") == 2
-
-
-def held_views(rank: int, world: int) -> list[str]:
+@on_ranks()
+def test_held_views_are_snapshots(rank: int, world: int) -> None:
     """A view that is held too long keeps its values, and is refused."""
     model, optimizer, engine = sharded()
     found = []
@@ -77,16 +71,11 @@ def held_views(rank: int, world: int) -> list[str]:
     cycle.append(cycle)
     del cycle
     step(model, optimizer)  # garbage that is not collected yet is not held
-    return found
+    assert ["still held" in text for text in found] == [True, True, False, True]
 
 
 def _memory(param: Tensor) -> Tensor:
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(param.detach()))
-
-
-def test_held_views_are_snapshots(two: RankPool) -> None:
-    for found in two.run(held_views):
-        assert ["still held" in text for text in found] == [True, True, False, True]
 
 
 class Inner(nn.Module):
@@ -102,7 +91,11 @@ class Inner(nn.Module):
         return self.two(self.seen)
 
 
-def watched(rank: int, world: int, is_inner: bool) -> list[int]:
+@pytest.mark.parametrize(("is_inner", "expected"), [(False, [4, 4, 4]), (True, [4, 10, 4])])
+@on_ranks()
+def test_saved_tensors_are_watched_where_a_backward_came_unannounced(
+    rank: int, world: int, is_inner: bool, expected: list[int]
+) -> None:
     """By block, forwards of ten in which saved tensors pass through hooks."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Inner() for _ in range(3)))
@@ -113,20 +106,14 @@ def watched(rank: int, world: int, is_inner: bool) -> list[int]:
         (model[1].seen if is_inner else out).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [block.hooks for block in model]
+    assert [block.hooks for block in model] == expected
 
 
-def test_saved_tensors_are_watched_where_a_backward_came_unannounced(two: RankPool) -> None:
-    for found in two.run(watched, False):
-        assert found == [4, 4, 4]
-    for found in two.run(watched, True):
-        assert found == [4, 10, 4]
-
-
-def memory_of_weights(rank: int, world: int) -> list[bool]:
+@on_ranks()
+def test_without_views_memory_is_reused(rank: int, world: int) -> None:
     """Whether weights are gathered into the same memory as in the first step."""
     model, optimizer, engine = sharded()
-    found, places = [], []
+    places = []
     spans = [span for unit in engine.units for span in unit.spans]
     for _ in range(7):
         for micro in range(3):
@@ -138,9 +125,4 @@ def memory_of_weights(rank: int, world: int) -> list[bool]:
         with torch.no_grad():
             model(x)
         places.append([span.full.untyped_storage()._cdata for span in spans])
-        found.append(places[-1] == places[0])
-    return found
-
-
-def test_without_views_memory_is_reused(two: RankPool) -> None:
-    assert two.run(memory_of_weights) == [[True] * 7] * 2
+    assert places == places[:1] * 7

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero import ConfigError, LayoutError, StateError, ZeroConfig
+from hf_zero import LayoutError, StateError, ZeroConfig
 from hf_zero.engine import shard
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.models import mlp
 from tests.programs import PROGRAMS
 from tests.settings import Setting
@@ -60,17 +60,12 @@ def test_equals_data_parallel_under_more_rows(pools: dict[int, RankPool], name: 
     check(pools, name, alone(name, MORE_ROWS))
 
 
-def refused(rank: int, world: int) -> None:
+@on_ranks()
+def test_what_the_core_refuses(rank: int, world: int) -> None:
     model = mlp()
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(LayoutError, match="not one of the sharded model"):
         shard(model, other, ZeroConfig(stage=3))
     shard(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeroConfig(stage=3))
-    with pytest.raises(ConfigError, match="sharded already"):
-        shard(model, None, ZeroConfig(stage=3))
     with pytest.raises(StateError, match="sharded over the ranks"):
         model[0].weight.sum()
-
-
-def test_what_the_core_refuses(two: RankPool) -> None:
-    two.run(refused)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_zero as zero
-from tests.kit.common import gpt2, is_on_the_bar, loss_of, optimizer_for, take_steps
+from tests.kit.common import gpt2, is_on_the_bar, optimizer_for, take_steps
 from tests.kit.pool import RankPool
 
 pytestmark = pytest.mark.gloo
@@ -56,19 +56,3 @@ def test_bytes_and_memory_are_as_planned(two: RankPool, settings: dict[str, Any]
         assert is_on_the_bar("gathered", told, measured, found["largest"])
         assert found["agree"] == plain["agree"]  # not a message more
         assert all(torch.equal(a, b) for a, b in zip(found["weights"], plain["weights"], strict=True))
-
-
-def gathers(rank: int, world: int, budget: int | None) -> tuple[int, int]:
-    """How many times units are gathered in one pass, and how many are kept."""
-    model = gpt2(n_layer=4)
-    engine = zero.shard(model, optimizer_for(model, 1), zero.ZeroConfig(stage=3, keep_gathered=budget))
-    found: list[Any] = []
-    engine.events.unit_gathered.append(found.append)
-    loss_of(model, rank, 0).backward()
-    return len(found), len(engine.context.kept)
-
-
-def test_units_within_the_budget_are_gathered_once(two: RankPool) -> None:
-    for (usual, none), (fewer, kept) in zip(two.run(gathers, None), two.run(gathers, ROOM)):
-        assert none == 0 < kept
-        assert usual - fewer == kept

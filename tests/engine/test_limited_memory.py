@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_zero as zero
 from tests.kit.common import nameless_files
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.kit.transports import Limits, Roads, Sizes
 
 pytestmark = pytest.mark.gloo
@@ -66,9 +66,12 @@ def test_memory_does_not_grow_with_the_length_of_a_chain(two: RankPool, tmp_path
         assert long[3] == short[3]
 
 
-def births(rank: int, world: int, folder: str) -> None:
-    model = born(4, 256, folder)
-    assert nameless_files(folder) == 1
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(None)
+def test_slices_are_born_on_disk(rank: int, world: int, tmp_path: Path) -> None:
+    """With the plain constructor's values; gathered, written to and sharded as others are."""
+    model = born(4, 256, tmp_path)
+    assert nameless_files(tmp_path) == 1
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
@@ -78,17 +81,11 @@ def births(rank: int, world: int, folder: str) -> None:
                 mine.data.mul_(2.0)
     for mine, theirs in zip(model.parameters(), plain.parameters()):
         assert torch.equal(zero.full_parameter(mine), 2.0 * theirs)
-    losses, engine = train(model, rank, folder)
+    losses, engine = train(model, rank, tmp_path)
     state = model.state_dict()
     assert rank != 0 or not torch.equal(state["0.weight"], 2.0 * plain[0].weight)
     assert losses[1] < losses[0]
     engine.detach()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_slices_are_born_on_disk(pools: dict[int, RankPool], tmp_path: Path, world: int) -> None:
-    """With the plain constructor's values; gathered, written to and sharded as others are."""
-    pools[world].run(births, str(tmp_path))
 
 
 def limited(rank: int, world: int, folder: str) -> list[float]:

@@ -11,16 +11,18 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import hf_zero as zero
 from tests.kit.common import Case, batch, gpt2, loss_of, nameless_files, optimizer_for
 from tests.kit.offloading import SMALL_ROADS
+from tests.kit.pool import on_ranks
 from tests.kit.transports import SMALL, Inflight, PairWire, Roads
+from tests.models import llama
 
 pytestmark = pytest.mark.gloo
 
@@ -73,19 +75,9 @@ def expected(spans: list[Any], case: Case, world: int) -> dict[str, int]:
     return moved
 
 
-def moved_in_a_step(rank: int, world: int, cases: list[Case], folder: str) -> list[str]:
-    wrong = []
-    for case in cases:
-        engine = train(replace(case, sizes=SMALL), rank, folder, 2, n_embd=48)
-        moved = {kind: int(count["bytes"]) for kind, count in engine.context.storage.meter.to_dict().items()}
-        wanted = expected(list(engine.layout.spans), case, world)
-        if moved != wanted:
-            wrong.append(f"rank {rank}: {case}: {moved}, expected {wanted}")
-    return wrong
-
-
 @pytest.mark.parametrize("world", [1, 2])
-def test_bytes_moved_in_a_step(pools, tmp_path, world):
+@on_ranks(None)
+def test_bytes_moved_in_a_step(rank: int, world: int, tmp_path: Path) -> list[str]:
     cases = [
         Case(stage=stage, dtype=dtype, accumulation=accumulation, clip=clip, offload_optimizer=tier)
         for tier in ("cpu", "disk")
@@ -93,8 +85,14 @@ def test_bytes_moved_in_a_step(pools, tmp_path, world):
             (1, "no", 1, None), (2, "bf16", 1, 0.5), (1, "bf16", 2, None), (2, "no", 2, 0.5),
         )
     ]  # fmt: skip
-    wrong = [line for lines in pools[world].run(moved_in_a_step, cases, str(tmp_path)) for line in lines]
-    assert not wrong, "\n".join(wrong)
+    wrong = []
+    for case in cases:
+        engine = train(replace(case, sizes=SMALL), rank, tmp_path, 2, n_embd=48)
+        moved = {kind: int(count["bytes"]) for kind, count in engine.context.storage.meter.to_dict().items()}
+        wanted = expected(list(engine.layout.spans), case, world)
+        if moved != wanted:
+            wrong.append(f"rank {rank}: {case}: {moved}, expected {wanted}")
+    return wrong
 
 
 class CountingWire(PairWire):
@@ -109,14 +107,15 @@ class CountingWire(PairWire):
         return super().gather(full, own, tag, cuts)
 
 
-def parameters_moved(rank: int, world: int, folder: str) -> None:
+@on_ranks()
+def test_bytes_of_parameters_moved(rank: int, world: int, tmp_path: Path) -> None:
     """Parameters that rest elsewhere come up with every gather, and on the disk are written once a step."""
     for dtype, optimizer, params in (
         ("no", "cpu", "cpu"), ("bf16", "cpu", "cpu"), ("bf16", "none", "cpu"), ("bf16", "cpu", "disk"),
         ("bf16", "disk", "disk"), ("bf16", "none", "disk"), ("no", "disk", "disk"), ("no", "disk", "cpu"),
     ):  # fmt: skip
         case = Case(stage=3, dtype=dtype, offload_optimizer=optimizer, offload_params=params, sizes=SMALL)
-        engine = train(case, rank, folder, 2, roads=Roads(wire=CountingWire))
+        engine = train(case, rank, tmp_path, 2, roads=Roads(wire=CountingWire))
         meter, gathers = engine.context.storage.meter, engine.wire.gathers
         meter.reset()
         gathers.clear()
@@ -143,32 +142,21 @@ def parameters_moved(rank: int, world: int, folder: str) -> None:
         assert moved == wanted, (case, moved, wanted)
 
 
-def test_bytes_of_parameters_moved(two, tmp_path):
-    two.run(parameters_moved, str(tmp_path))
-
-
 # Planned --------------------------------------------------------------------------------------------------------------
 
 STEPS = 5
 
 
-def llama(**changes: Any) -> torch.nn.Module:
-    """Head and embedding apart."""
-    torch.manual_seed(0)
-    options = {
-        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 193,
-        "use_cache": False, "tie_word_embeddings": False,
-    }  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**options, **changes}))
-
-
-def beyond_plan(rank: int, world: int, folder: str) -> None:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.wide), 2])
+@on_ranks(None)
+def test_stepping_in_backward_stays_within_the_plan(rank: int, world: int, tmp_path: Path) -> None:
     """How far the thread is that steps, nobody knows: what is measured is planned, and three units' gradients more at most."""
     for dtype, optimizer, params in (("no", "cpu", "cpu"), ("bf16", "disk", "disk"), ("bf16", "cpu", "none")):
         case = Case("gpt2", 3, dtype, offload_optimizer=optimizer, offload_params=params, step_in_backward=True)
-        model = llama()
+        torch.manual_seed(0)
+        model = llama(hidden_size=64, num_hidden_layers=3, intermediate_size=128, vocab_size=193)
         adam = optimizer_for(model, 1)
-        engine = zero.shard(model, adam, case.config(folder), mixed_precision=dtype, **SMALL_ROADS.given)
+        engine = zero.shard(model, adam, case.config(tmp_path), mixed_precision=dtype, **SMALL_ROADS.given)
         engine.record()
         for step in range(STEPS):
             loss_of(model, rank, step).backward()
@@ -181,22 +169,22 @@ def beyond_plan(rank: int, world: int, folder: str) -> None:
         engine.detach()
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.wide), 2])
-def test_stepping_in_backward_stays_within_the_plan(pools, tmp_path, world):
-    pools[world].run(beyond_plan, str(tmp_path))
-
-
 # Held -----------------------------------------------------------------------------------------------------------------
 
 
-def inferred(rank: int, world: int, folder: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(None)
+def test_inference_holds_no_gradients_and_no_optimizer_state(
+    rank: int, world: int, tmp_path: Path, dtype: torch.dtype
+) -> None:
     """A model without an optimizer generates what the plain one does, and holds neither gradients nor optimizer state."""
     plain = gpt2().eval().to(dtype)
     ids, size = batch(0, 0, 0), dtype.itemsize
     wanted = plain.generate(ids, max_new_tokens=6, do_sample=False)
     for params in ("none", "cpu", "disk"):
         model = gpt2().eval().to(dtype)
-        engine = zero.shard(model, None, Case(stage=3, offload_params=params).config(folder))
+        engine = zero.shard(model, None, Case(stage=3, offload_params=params).config(tmp_path))
         assert zero.engine_of(model) is engine
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, synced_gpus=False), wanted)
         with torch.no_grad():
@@ -217,41 +205,32 @@ def inferred(rank: int, world: int, folder: str, dtype: torch.dtype) -> None:
         engine.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2])
-def test_inference_holds_no_gradients_and_no_optimizer_state(pools, tmp_path, world, dtype):
-    pools[world].run(inferred, str(tmp_path), dtype)
-
-
-def left_behind(rank: int, world: int, folder: str) -> None:
+@on_ranks(None)
+def test_an_engine_leaves_nothing_behind(rank: int, world: int, tmp_path: Path) -> None:
     """An engine that nobody has any more, or that was detached, keeps no memory, no thread and no file."""
 
     def threads() -> set[str]:
         return {thread.name for thread in threading.enumerate() if thread.name.startswith("hf_zero step")}
 
     for detach in (False, True):
-        engine = train(Case(stage=3, offload_optimizer="disk", offload_params="disk"), rank, folder, 2)
+        engine = train(Case(stage=3, offload_optimizer="disk", offload_params="disk"), rank, tmp_path, 2)
         alive = weakref.ref(engine.model), weakref.ref(engine.context.storage)
-        assert nameless_files(folder) == 1
+        assert nameless_files(tmp_path) == 1
         assert threads()
         if detach:
             engine.detach()
-            assert nameless_files(folder) == 0
+            assert nameless_files(tmp_path) == 0
             engine.model(input_ids=batch(0, 0, 0))  # a plain model again
         del engine
         gc.collect()
         assert [ref() for ref in alive] == [None, None]
-        assert nameless_files(folder) == 0
-        assert os.listdir(folder) == []
+        assert nameless_files(tmp_path) == 0
+        assert os.listdir(tmp_path) == []
         deadline = time.monotonic() + 10
         while threads() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not threads()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_engine_leaves_nothing_behind(pools, tmp_path, world):
-    pools[world].run(left_behind, str(tmp_path))
 
 
 class Keeps(torch.nn.Module):
@@ -267,42 +246,12 @@ class Keeps(torch.nn.Module):
         return self.seen
 
 
-def kept_graph(rank: int, world: int, stage: int) -> None:
-    """The garbage collector does not look into autograd's graph: nothing there may hold the engine."""
-    for backward in (False, True):
-        model = torch.nn.Sequential(Keeps(), Keeps())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=stage))
-        for _ in range(6 if backward else 1):  # past the backwards in which saved tensors are looked at
-            loss = model(torch.ones(2, 4)).sum()
-            if backward:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        alive = weakref.ref(engine), weakref.ref(model)
-        del engine, model, optimizer, loss
-        gc.collect()
-        assert [ref() for ref in alive] == [None, None]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_kept_activation_keeps_no_engine(pools, stage):
-    pools[2].run(kept_graph, stage)
-
-
-def backward_without_a_model(rank: int, world: int) -> str:
+@on_ranks()
+def test_a_backward_after_the_model_is_an_error_by_name(rank: int, world: int) -> None:
     model = torch.nn.Sequential(Keeps(), Keeps())
     zero.shard(model, None, zero.ZeroConfig(stage=3))
     loss = model(torch.ones(2, 4)).sum()
     del model
     gc.collect()
-    try:
+    with pytest.raises(zero.StateError, match="is gone"):
         loss.backward()
-    except zero.StateError as error:
-        return str(error)
-    return ""
-
-
-def test_a_backward_after_the_model_is_an_error_by_name(pools):
-    for said in pools[2].run(backward_without_a_model):
-        assert "is gone" in said

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
+from hf_zero import ConfigError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import Engine, shard
 from hf_zero.optimizers.facts import state_tensors
 from hf_zero.optimizers.kinds import Kind, kind_of, state_bytes
@@ -41,9 +41,10 @@ def test_trials_find_what_an_unknown_class_steps_over() -> None:
     params = list(mlp().parameters())
     found = {
         kind.__name__: kind_of(kind(params), set(params), sharded=True, offloaded=False)
-        for kind in (own.Lion, own.Layerwise, own.Projects)
+        for kind in (own.Lion, own.Eager, own.Careful, own.Layerwise, own.Projects, own.Doubled)
     }
-    assert found == {"Lion": Kind.ELEMENTWISE, "Layerwise": Kind.MATRICES, "Projects": Kind.MATRICES}
+    element_wise = dict.fromkeys(("Lion", "Eager", "Careful"), Kind.ELEMENTWISE)
+    assert found == element_wise | dict.fromkeys(("Layerwise", "Projects", "Doubled"), Kind.MATRICES)
 
 
 def test_trials_leave_options() -> None:
@@ -229,11 +230,3 @@ def test_groups_keep_names_of_parameters_that_move() -> None:
     assert torch.equal(model[0].weight, before)  # the rate of its new group is 0
     assert optimizer.param_groups[0]["param_names"] == ["m.2.weight", "m.2.bias", "m.0.weight", "m.0.bias"]
     engine.detach()
-
-
-def test_full_matrices_cannot_be_bound_to_partitioned_elements(trained: Any) -> None:
-    model, optimizer, engine = trained
-    with pytest.raises(LayoutError, match="needs full matrices"):
-        engine.bind(own.Layerwise(model.parameters()))
-    backward(model)
-    optimizer.step()  # what was refused has left no trace

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 
 
 @dataclass
@@ -63,12 +63,9 @@ def gathered(wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> 
     return int(recorder.last["peak"]["device"]["gathered"])
 
 
-def compared(rank: int, world: int) -> None:
+@pytest.mark.gloo
+@on_ranks()
+def test_blocks_that_return_containers_take_no_more_memory(rank: int, world: int) -> None:
     plain = gathered(lambda x: x, lambda found: found)
     assert plain < 8 * 32 * 33 * 4 / 2  # of the model's full parameters
     assert {name: gathered(*each) for name, each in CONTAINERS.items()} == dict.fromkeys(CONTAINERS, plain)
-
-
-@pytest.mark.gloo
-def test_blocks_that_return_containers_take_no_more_memory(two: RankPool) -> None:
-    two.run(compared)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.kit.transports import ROADS
 from tests.programs.architectures import ARCHITECTURES
 from tests.settings import Setting
@@ -43,14 +43,11 @@ class Ordered(nn.Module):
         return x.square().mean()
 
 
-def exchanged(rank: int, world: int, *orders: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("orders", [((0, 1, 2, 3), (0, 2, 1, 3)), ((0, 1, 3), (0, 2, 3))])
+@on_ranks()
+def test_collectives_in_another_order(rank: int, world: int, orders: tuple[tuple[int, ...], ...]) -> None:
+    """They have no tags: each rank would compute with a mixture of two blocks."""
     model = Ordered()
     zero.shard(model, None, zero.ZeroConfig(stage=3), **ROADS["collectives"].given)
     with pytest.raises(zero.RankMismatchError, match="or in another order"):
         model(torch.ones(2, 16), orders[rank]).backward()
-
-
-@pytest.mark.parametrize("orders", [((0, 1, 2, 3), (0, 2, 1, 3)), ((0, 1, 3), (0, 2, 3))])
-def test_collectives_in_another_order(two: RankPool, orders: tuple[tuple[int, ...], ...]) -> None:
-    """They have no tags: each rank would compute with a mixture of two blocks."""
-    two.run(exchanged, *orders)

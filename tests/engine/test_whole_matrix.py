@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_zero as zero
 from hf_zero.diagnostics.usage import stored_bytes
 from hf_zero.optimizers.kinds import Kind, kind_of
+from tests.kit.pool import on_ranks
 from tests.kit.transports import Tier
-from tests.models import Mixed
 from tests.optimizers import (
-    Blockwise,
-    Careful,
-    Centralizes,
-    Decays,
-    Doubled,
-    Eager,
-    Global,
-    Keeps,
     Lars,
-    Layerwise,
-    Projects,
-    Replaces,
     Shampoo,
-    Untried,
-    Wide,
-    hf_adafactor,
-    two_rules,
 )
 
 pytestmark = pytest.mark.gloo
-
-WHOLE = (
-    lambda params: torch.optim.Adafactor(params, lr=1e-2), hf_adafactor, Layerwise, Global, Blockwise, Replaces, Untried,
-    lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2), two_rules, Projects, Decays, Wide,
-    lambda params: Layerwise(params, lr=0.0),  # as a scheduler's warm-up leaves it
-)  # fmt: skip
-
-
-def needs_matrices(optimizer: torch.optim.Optimizer, params: set[Tensor], sharded: bool = False) -> bool:
-    return kind_of(optimizer, params, sharded=sharded, offloaded=False) is Kind.MATRICES
 
 
 class Rows(torch.optim.Optimizer):
@@ -65,40 +40,17 @@ class Rows(torch.optim.Optimizer):
 
 def test_a_trial_of_a_rule_over_rows_has_few_of_them():
     seen, model = [], nn.Linear(8, 8)
-    assert needs_matrices(Rows(model.parameters(), seen.append), set(model.parameters()))
+    rule = Rows(model.parameters(), seen.append)
+    assert kind_of(rule, set(model.parameters()), sharded=False, offloaded=False) is Kind.MATRICES
     assert 0 < max(seen) < 1000
-
-
-def test_what_is_element_wise():
-    def needs(build, sharded: bool = False) -> bool:
-        model = Mixed()
-        return needs_matrices(build(list(model.parameters())), set(model.parameters()), sharded=sharded)
-
-    element_wise = (torch.optim.AdamW, torch.optim.SGD, Eager, torch.optim.RAdam, lambda p: Careful(p, lr=1e-2))
-    assert not any(needs(build, sharded=True) for build in element_wise)
-    assert all(needs(build) for build in WHOLE)
-    kernels = list(nn.Conv2d(3, 3, 2).parameters())
-    for build, found in ((Centralizes, True), (lambda params: Careful(params, lr=1e-2), False)):
-        assert needs_matrices(build(kernels), set(kernels)) is found
-    assert needs(Doubled), "a checkpoint has one value or one per element of what is cut"
-    two = TwoTensor(torch.ones(2), torch.ones(2))
-    for held, in_group in (
-        (object(), False),
-        ({"m": torch.ones(2)}, False),
-        ({}, True),
-        (torch.ones(3), True),
-        (two, False),
-    ):
-        with pytest.raises(zero.UnsupportedOptimizerError, match=r"Keeps cannot .*'odd'.*cannot be saved"):
-            needs(lambda params: Keeps(params, held, in_group))  # noqa: B023
-    assert not any(needs(lambda params: Keeps(params, held, True)) for held in (1, 0.5, None, torch.tensor(1)))  # noqa: B023
-    assert needs(Projects, sharded=True), "each parameter has one owner there"
 
 
 # What it takes -----------------------------------------------------------------------------------------------------------
 
 
-def lonely(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_ranks_that_own_nothing(rank: int, world: int, stage: int) -> None:
     """One matrix: ranks that own nothing hold nothing of it, and nobody holds padding."""
     torch.manual_seed(0)
     model = nn.Linear(64, 50, bias=False)
@@ -117,11 +69,6 @@ def lonely(rank: int, world: int, stage: int) -> None:
     assert measured["optimizer"] == (0 if rank else 3200 * 4), measured
     assert engine.plan.layout.imbalance() == tuple([float(world)] + [0.0] * (world - 1))
     assert any("one owner" in reason for reason in engine.plan.reasons)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_own_nothing(pools, stage):
-    pools[3].run(lonely, stage)
 
 
 class Blocks(nn.Module):
@@ -183,7 +130,9 @@ def test_state_rests_as_planned(pools, tier):
     pools[1].run(planned, tier, 1)
 
 
-def weighed(rank: int, world: int, folder: str) -> None:
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.wide)])
+@on_ranks(None)
+def test_auto_weighs_whole_parameters(rank: int, world: int, tmp_path: Path) -> None:
     """`auto` within a budget that is too small for all of it: the same tiers on every rank, and the same numbers."""
     for name in SPLIT:
         all_, plain = wide(rank, name, zero.ZeroConfig(stage=3), range(3))
@@ -194,7 +143,7 @@ def weighed(rank: int, world: int, folder: str) -> None:
             stage=3,
             offload_optimizer="auto",
             offload_params="auto",
-            offload_dir=folder,
+            offload_dir=tmp_path,
             device_memory=budget,
             host_memory="64MiB",
         )
@@ -204,8 +153,3 @@ def weighed(rank: int, world: int, folder: str) -> None:
         assert {home for _, home in tiers} != {"device"}, tiers
         assert engine.plan.memory.at_peak(Tier.DEVICE) <= budget
         assert all(torch.equal(p, q) for p, q in zip(found, plain, strict=True)), name
-
-
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.wide)])
-def test_auto_weighs_whole_parameters(pools, tmp_path, world):
-    pools[world].run(weighed, str(tmp_path))

@@ -11,6 +11,7 @@ import hf_zero as zero
 from hf_zero.comm.codec import CODECS
 from hf_zero.comm.hybrid import in_replicas
 from tests.kit.common import gpt2, optimizer_for, take_steps
+from tests.kit.pool import on_ranks
 from tests.kit.transports import CollectiveWire, PairWire, Sockets, Wire
 
 pytestmark = pytest.mark.gloo
@@ -75,7 +76,9 @@ def test_a_reduce_sums_what_is_decoded(pools, world, name, bad):
     assert all(pools[world].run(reduced, name, 1040, 0 if bad else 700, bad))
 
 
-def large(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks()
+def test_float16_reduces_do_not_overflow_by_summing(rank: int, world: int, stage: int) -> None:
     """Gradients whose mean float16 holds and whose sum it does not, on the backend's own collectives."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,11 +86,6 @@ def large(rank: int, world: int, stage: int) -> None:
     (model(torch.ones(1, 4)) * 50_000.0).sum().backward()
     grad = zero.full_gradient(model[1].bias)
     assert torch.equal(grad, torch.full((4,), 50_000.0).half().float()), grad
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_float16_reduces_do_not_overflow_by_summing(two, stage):
-    two.run(large, stage)
 
 
 # Bytes ------------------------------------------------------------------------------------------------------------------

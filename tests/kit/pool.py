@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing as mp
 import os
 import socket
@@ -145,6 +148,36 @@ class RankPool:
             process.join(5)
         self._ranks = []
         self._store = None
+
+
+def on_ranks(world: int | None = 2, timeout_s: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of `function(rank, world, ...)`, which runs on every rank. What it returns is what is wrong.
+
+    Args:
+        world: ranks; None: the test has `world` as a parameter. All others of the function are fixtures or parameters.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(pools: dict[int, RankPool], **given: Any) -> None:
+            ranks = given.pop("world", world)
+            found = pools[ranks].run(_run, function.__module__, function.__name__, given, timeout_s=timeout_s)
+            assert not any(found), found
+
+        known = inspect.signature(function).parameters
+        shown = [inspect.Parameter("pools", inspect.Parameter.KEYWORD_ONLY)]
+        shown += [
+            known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in [*known][1 + (world is not None) :]
+        ]
+        test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return test
+
+    return register
+
+
+def _run(rank: int, world: int, module: str, name: str, given: dict[str, Any]) -> Any:
+    """The module has the test by this name: what it is made of is pickled by neither."""
+    return getattr(importlib.import_module(module), name).__wrapped__(rank, world, **given)
 
 
 def free_port() -> int:

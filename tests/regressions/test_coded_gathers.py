@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from tests.kit.bits import check_bits
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.models import adamw, gpt2, ids
 from tests.oracle import Run
 from tests.settings import Setting
@@ -74,16 +74,6 @@ def wrong_values(engine: zero.Engine, wire: str, rank: int) -> list[str]:
     return wrong + [f"rank {r} has other values" for r, d in enumerate(engine.exchange(digests)) if d != digests]
 
 
-def shown(rank: int, world: int, stage: int, wire: str, dtype: str, replicas: int) -> list[str]:
-    """Before the first step, and after steps."""
-    engine = sharded(stage, wire, dtype, replicas=replicas)
-    wrong = []
-    for number in range(3):
-        wrong += [f"step {number}: {line}" for line in wrong_values(engine, wire, rank)]
-        step(engine, number, rank)
-    return wrong
-
-
 @pytest.mark.parametrize(
     ("world", "stage", "wire", "dtype", "replicas"),
     [
@@ -94,10 +84,17 @@ def shown(rank: int, world: int, stage: int, wire: str, dtype: str, replicas: in
         pytest.param(4, 2, "int8", "no", 2, marks=pytest.mark.wide),
     ],
 )
+@on_ranks(None)
 def test_every_rank_computes_with_what_the_codes_stand_for(
-    pools: dict[int, RankPool], world: int, stage: int, wire: str, dtype: str, replicas: int
-) -> None:
-    assert pools[world].run(shown, stage, wire, dtype, replicas) == [[]] * world
+    rank: int, world: int, stage: int, wire: str, dtype: str, replicas: int
+) -> list[str]:
+    """Before the first step, and after steps."""
+    engine = sharded(stage, wire, dtype, replicas=replicas)
+    wrong = []
+    for number in range(2):
+        wrong += [f"step {number}: {line}" for line in wrong_values(engine, wire, rank)]
+        step(engine, number, rank)
+    return wrong
 
 
 # Stages and tiers -----------------------------------------------------------------------------------------------------
@@ -105,7 +102,7 @@ def test_every_rank_computes_with_what_the_codes_stand_for(
 
 def coded(run: Run) -> None:
     model = run.trained_model(functools.partial(gpt2, n_embd=64), functools.partial(adamw, lr=1e-3))
-    for number in range(5):
+    for number in range(3):
         tokens = run.ids(number)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -122,7 +119,9 @@ def test_stages_and_tiers_have_the_same_numbers(two: RankPool, tmp_path: Path) -
 # What user code writes ------------------------------------------------------------------------------------------------
 
 
-def writes(rank: int, world: int, stage: int, dtype: str) -> list[str]:
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "no"), (3, "no"), (2, "bf16")])
+@on_ranks()
+def test_edits_reach_the_masters(rank: int, world: int, stage: int, dtype: str) -> list[str]:
     """Edits between steps, one after another: what masters are afterwards."""
     engine = sharded(stage, "int8", dtype)
     name, param = next((n, p) for n, p in engine.model.named_parameters() if n.endswith("mlp.c_fc.weight"))
@@ -187,11 +186,6 @@ def writes(rank: int, world: int, stage: int, dtype: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "no"), (3, "no"), (2, "bf16")])
-def test_edits_reach_the_masters(two: RankPool, stage: int, dtype: str) -> None:
-    assert two.run(writes, stage, dtype) == [[]] * 2
-
-
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +217,9 @@ def test_a_resume_has_the_exact_masters(pools: dict[int, RankPool], tmp_path: Pa
 # What else moves or reads values ----------------------------------------------------------------------------------------
 
 
-def lives(rank: int, world: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_masters_stay_exact_wherever_they_go(rank: int, world: int, stage: int) -> list[str]:
     """Created deferred, written by one rank, offloaded for a while, loaded, frozen in part, detached."""
     wrong: list[str] = []
     torch.manual_seed(0)
@@ -265,8 +261,3 @@ def lives(rank: int, world: int, stage: int) -> list[str]:
     engine.detach()
     plain = dict(model.named_parameters())
     return wrong + [f"given back: {key}" for key in plain if not torch.equal(plain[key].detach(), expected[key])]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_masters_stay_exact_wherever_they_go(two: RankPool, stage: int) -> None:
-    assert two.run(lives, stage) == [[]] * 2

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.models import LanguageModel, ids, token_loss
 from tests.programs.failures import Bomb, Failed, throw
 
@@ -161,17 +162,19 @@ IN_MEMORY = (before_the_first_parameter, after_a_counter)
 """Elsewhere the step has begun by then."""
 
 
-def fails(rank: int, world: int, place: str, folder: str) -> list[str]:
+@pytest.mark.parametrize("place", ["stage 0", "stage 2", "stage 3", "host", "disk, parameters too"])
+@on_ranks()
+def test_a_failed_step_is_undone_or_made(rank: int, world: int, place: str, tmp_path: Path) -> list[str]:
     wrong = []
     expected = {}
     for is_made in (False, True):
-        clean = Loop(rank, place, folder, is_custom=True)
+        clean = Loop(rank, place, tmp_path, is_custom=True)
         clean.steps(0, 1, *((99,) if is_made else ()), 2)
         expected[is_made] = clean.values()
     for fail in (*UNDONE, *MADE):
         if fail in IN_MEMORY and not place.startswith("stage"):
             continue
-        loop = Loop(rank, place, folder, is_custom=True)
+        loop = Loop(rank, place, tmp_path, is_custom=True)
         loop.steps(0, 1)
         with heard(signal.SIGINT, signal.default_int_handler), pytest.raises((Failed, KeyboardInterrupt)):
             fail(loop)
@@ -183,15 +186,11 @@ def fails(rank: int, world: int, place: str, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("place", ["stage 0", "stage 2", "stage 3", "host", "disk, parameters too"])
-def test_a_failed_step_is_undone_or_made(two: RankPool, tmp_path: Any, place: str) -> None:
-    assert two.run(fails, place, str(tmp_path)) == [[], []]
-
-
-def one_interrupted(rank: int, world: int, folder: str) -> None:
+@on_ranks()
+def test_an_interrupt_on_one_rank_leaves_all_at_the_same_step(rank: int, world: int, tmp_path: Path) -> None:
     """Ctrl-C in a step of one rank: the step is made on all, and that rank hears of it afterwards."""
     for place in ("stage 1", "stage 3", "host"):
-        clean, loop = (Loop(rank, place, folder) for _ in range(2))
+        clean, loop = (Loop(rank, place, tmp_path) for _ in range(2))
         clean.steps(*range(4))
         with heard(signal.SIGINT, signal.default_int_handler):
             for step in range(4):
@@ -207,14 +206,11 @@ def one_interrupted(rank: int, world: int, folder: str) -> None:
         assert equal(loop.values(), clean.values()), place
 
 
-def test_an_interrupt_on_one_rank_leaves_all_at_the_same_step(two: RankPool, tmp_path: Any) -> None:
-    two.run(one_interrupted, str(tmp_path))
-
-
-def clipped_after(rank: int, world: int, folder: str) -> None:
+@on_ranks()
+def test_gradients_are_clipped_after_a_step_that_raised(rank: int, world: int, tmp_path: Path) -> None:
     """After a step that raised, the groups' gradients have the norm over all ranks, as before it."""
     for place in ("stage 2", "stage 3"):
-        clean, loop = (Loop(rank, place, folder, is_custom=True) for _ in range(2))
+        clean, loop = (Loop(rank, place, tmp_path, is_custom=True) for _ in range(2))
         norms = []
         for each in (clean, loop):
             each.micro(0)
@@ -225,10 +221,6 @@ def clipped_after(rank: int, world: int, folder: str) -> None:
             params = [param for group in each.optimizer.param_groups for param in group["params"]]
             norms.append(torch.nn.utils.clip_grad_norm_(params, 1e9))
         assert torch.equal(*norms), (place, norms)
-
-
-def test_gradients_are_clipped_after_a_step_that_raised(two: RankPool, tmp_path: Any) -> None:
-    two.run(clipped_after, str(tmp_path))
 
 
 # Half done ----------------------------------------------------------------------------------------------------------------
@@ -264,14 +256,14 @@ def half(rank: int, world: int, place: str, folder: str, where: str, is_used: bo
     assert equal(loop.values(), clean.values())
 
 
-@pytest.mark.parametrize("place", ["stage 0", "stage 1", "stage 3", "host", "disk, parameters too", "in backward"])
+@pytest.mark.parametrize("place", ["stage 0", "stage 3", "host", "disk, parameters too", "in backward"])
 def test_half_a_step_is_refused_until_a_checkpoint_is_loaded(two: RankPool, tmp_path: Any, place: str) -> None:
     wheres = {"in backward": ["backward"], "disk, parameters too": ["in the middle"]}
     for where in wheres.get(place, ["before", "in the middle"]):
         two.run(half, place, str(tmp_path), where, True)
 
 
-@pytest.mark.parametrize("place", ["stage 1", "host", "host, parameters too", "disk, parameters too"])
+@pytest.mark.parametrize("place", ["stage 1", "host, parameters too", "disk, parameters too"])
 def test_a_checkpoint_is_loaded_at_once_after_half_a_step(two: RankPool, tmp_path: Any, place: str) -> None:
     two.run(half, place, str(tmp_path), "before", False)
 

@@ -11,12 +11,15 @@ import torch
 
 import hf_zero as zero
 from tests.faults.faults import faults
+from tests.kit.pool import on_ranks
 from tests.models import adamw, inputs, mlp
 
 pytestmark = pytest.mark.gloo
 
 
-def full_disk(rank: int, world: int, folder: str) -> None:
+@on_ranks(1)
+def test_the_file_is_named(rank: int, world: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ck")
     torch.manual_seed(0)
     model = mlp()
     optimizer = adamw(model)
@@ -27,7 +30,7 @@ def full_disk(rank: int, world: int, folder: str) -> None:
 
     def save_failing_at(k: int) -> str | None:
         try:
-            with faults(Path(folder).parent, ("create", "pwrite"), k, "nameless"):
+            with faults(tmp_path, ("create", "pwrite"), k, "nameless"):
                 engine.save(folder)
         except zero.CheckpointError as error:
             return str(error)
@@ -41,7 +44,3 @@ def full_disk(rank: int, world: int, folder: str) -> None:
     files = ("model.safetensors", "optimizer/exp_avg.safetensors", "zero_state.safetensors", "zero_manifest.json")
     assert named >= {*files}
     zero.verify(folder)  # the checkpoint before is whole
-
-
-def test_the_file_is_named(pools, tmp_path):
-    pools[1].run(full_disk, str(tmp_path / "ck"))

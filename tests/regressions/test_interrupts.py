@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,14 +21,15 @@ import pytest
 import torch
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.models import LanguageModel, ids
 from tests.regressions.test_failed_steps import PLACES, Loop, equal, heard
 
 pytestmark = pytest.mark.gloo
 
 
-def signals(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_signals_wait_for_the_end_of_the_step(rank: int, world: int) -> None:
     """They wait for the end of the step, but for a second one of a kind; handlers stay user code's, new ones too."""
     calls: list[str] = []
     loop = Loop(rank, "stage 3", "")
@@ -50,10 +52,6 @@ def signals(rank: int, world: int) -> None:
         loop.steps(0)
         assert calls == ["SIGTERM", "hook", "SIGTERM", "set in the step"]
         assert signal.getsignal(signal.SIGALRM) is late
-
-
-def test_signals_wait_for_the_end_of_the_step(pools: dict[int, RankPool]) -> None:
-    pools[1].run(signals)
 
 
 def at_any_moment(rank: int, world: int, place: str, folder: str, seed: int, rounds: int) -> list[str]:
@@ -103,13 +101,16 @@ def test_many_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any
     assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=900) == [[]]
 
 
-def in_reads(rank: int, world: int, folder: str) -> list[int]:
-    """A handler that raises comes while a forward waits for a slow read; the next forward begins while the disk still reads.
+@on_ranks(1)
+def test_interrupts_while_a_disk_reads(rank: int, world: int, tmp_path: Path) -> list[int]:
+    """A unit that an interrupt left half read was used as it was; a late read wrote into memory that had been freed.
+
+    A handler that raises comes while a forward waits for a slow read; the next forward begins while the disk still reads.
 
     Returns:
         The reads after which the next forward had other values.
     """
-    clean, loop = (Loop(rank, "disk, parameters too", folder) for _ in range(2))
+    clean, loop = (Loop(rank, "disk, parameters too", tmp_path) for _ in range(2))
     tokens, preadv, left, wrong = ids(rank, 9), os.preadv, [0], []
 
     def slow(*args: Any) -> int:
@@ -133,11 +134,6 @@ def in_reads(rank: int, world: int, folder: str) -> list[int]:
             if not torch.equal(loop.model(tokens), expected):
                 wrong.append(count)
     return wrong
-
-
-def test_interrupts_while_a_disk_reads(pools: dict[int, RankPool], tmp_path: Any) -> None:
-    """A unit that an interrupt left half read was used as it was; a late read wrote into memory that had been freed."""
-    assert pools[1].run(in_reads, str(tmp_path)) == [[]]
 
 
 Line = tuple[str, int]
@@ -258,8 +254,12 @@ def test_hooks_that_an_interrupt_left_on_go_with_the_model() -> None:
         assert top() == before
 
 
-def finalizers(rank: int, world: int) -> list[str]:
-    """Python code that runs in steps because an object is gone. Python drops what a handler raises there: Ctrl-C is lost."""
+@on_ranks()
+def test_no_finalizer_of_a_step_is_python_code(rank: int, world: int) -> list[str]:
+    """Saved tensors were in a `WeakSet`, whose callbacks were often the first code to run after a signal in a backward.
+
+    Python code that runs in steps because an object is gone. Python drops what a handler raises there: Ctrl-C is lost.
+    """
     found: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -276,8 +276,3 @@ def finalizers(rank: int, world: int) -> list[str]:
     finally:
         sys.setprofile(None)
     return found[:3]
-
-
-def test_no_finalizer_of_a_step_is_python_code(pools: dict[int, RankPool]) -> None:
-    """Saved tensors were in a `WeakSet`, whose callbacks were often the first code to run after a signal in a backward."""
-    assert pools[2].run(finalizers) == [[], []]

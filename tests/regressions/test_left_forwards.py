@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 from tests.models import ids, llama
 from tests.regressions.test_failed_steps import Loop, equal, heard, interrupt
 from tests.sequence.models import batch, whole
@@ -44,8 +45,9 @@ def kept(loop: Loop) -> None:
         loop.model(ids(loop.rank, step))
 
 
-def left(rank: int, world: int, folder: str) -> None:
-    clean, loop = (Loop(rank, "stage 3", folder) for _ in range(2))
+@on_ranks()
+def test_later_steps_gather_as_often_as_without_them(rank: int, world: int, tmp_path: Path) -> None:
+    clean, loop = (Loop(rank, "stage 3", tmp_path) for _ in range(2))
     usual = [gathers(clean.engine, lambda step=step: clean.steps(step)) for step in range(4)]
     seen = []
     for step, before in enumerate((looked_at, interrupted, kept, looked_at)):
@@ -57,11 +59,9 @@ def left(rank: int, world: int, folder: str) -> None:
     assert equal(loop.values(), clean.values())
 
 
-def test_later_steps_gather_as_often_as_without_them(two: RankPool, tmp_path: Any) -> None:
-    two.run(left, str(tmp_path))
-
-
-def interrupted_parts(rank: int, world: int, is_checkpointed: bool) -> None:
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@on_ranks()
+def test_later_forwards_of_parts_have_batches_of_their_own(rank: int, world: int, is_checkpointed: bool) -> None:
     torch.manual_seed(3)
     model = llama()
     if is_checkpointed:
@@ -84,8 +84,3 @@ def interrupted_parts(rank: int, world: int, is_checkpointed: bool) -> None:
         out = model(**engine.local_sequence(batch(0, step)))
         out.loss.backward()
         torch.testing.assert_close(out.loss.detach(), losses[step], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_later_forwards_of_parts_have_batches_of_their_own(two: RankPool, is_checkpointed: bool) -> None:
-    two.run(interrupted_parts, is_checkpointed)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import hf_zero as zero
-from tests.kit.common import gpt2
+from tests.kit.pool import on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -29,7 +28,9 @@ def said(call: Callable[[], object], kind: type[zero.ZeroError]) -> str:
     return str(error.value)
 
 
-def inference(rank: int, world: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(timeout_s=30)
+def test_a_model_that_was_made_in_inference_mode(rank: int, world: int, stage: int) -> None:
     with torch.inference_mode():
         whole = net()
     base = net()
@@ -44,28 +45,20 @@ def inference(rank: int, world: int, stage: int) -> list[str]:
         with torch.inference_mode():
             zero.shard(late, torch.optim.AdamW(late.parameters()), config)
 
-    out = [
-        said(lambda m=model: zero.shard(m, torch.optim.AdamW(m.parameters()), config), zero.ConfigError)
-        for model in (whole, base, deferred)
-    ]
-    return [*out, said(around, zero.ConfigError)]
+    for model in (whole, base, deferred):
+        text = said(lambda m=model: zero.shard(m, torch.optim.AdamW(m.parameters()), config), zero.ConfigError)
+        for words in ("'0.weight'", "torch.inference_mode()", "outside"):
+            assert words in text
+    assert "zero.shard was called inside" in said(around, zero.ConfigError)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_that_was_made_in_inference_mode(two, stage):
-    for whole, base, deferred, around in two.run(inference, stage, timeout_s=30):
-        for each in (whole, base, deferred):
-            assert "'0.weight'" in each
-            assert "torch.inference_mode()" in each
-            assert "outside" in each
-        assert "zero.shard was called inside" in around
-
-
-def scheduled(rank: int, world: int, tier: str, folder: str) -> str:
+@pytest.mark.parametrize("tier", ["none", "cpu", "disk"])
+@on_ranks(timeout_s=30)
+def test_a_sum_over_the_optimizers_state(rank: int, world: int, tier: str, tmp_path: Path) -> None:
     """A schedule of a sum over the optimizer's state."""
     model = net()
     opt = torch.optim.AdamW(model.parameters())
-    config = zero.ZeroConfig(stage=2, offload_optimizer=tier, offload_dir=folder if tier == "disk" else None)
+    config = zero.ZeroConfig(stage=2, offload_optimizer=tier, offload_dir=tmp_path if tier == "disk" else None)
     zero.shard(model, opt, config)
 
     def run(how: Callable[[Any], Any]) -> None:
@@ -75,41 +68,6 @@ def scheduled(rank: int, world: int, tier: str, folder: str) -> str:
             opt.zero_grad()
             opt.param_groups[0]["lr"] = sum(float(how(state["exp_avg_sq"])) for state in opt.state.values())
 
-    if tier == "disk":
-        assert "zero.full_optimizer_state" in said(lambda: run(torch.sum), zero.StateError)
-        return said(lambda: run(lambda state: state.sum()), zero.StateError)
-    return said(lambda: run(lambda state: state.sum()), zero.RankMismatchError)
-
-
-@pytest.mark.parametrize("tier", ["none", "cpu", "disk"])
-def test_a_sum_over_the_optimizers_state(two, tier, tmp_path):
-    for each in two.run(scheduled, tier, str(tmp_path), timeout_s=30):
-        assert "zero.full_optimizer_state" in each
-
-
-class Holder(Dataset):
-    """Tokenizes with the model at hand."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 1
-
-
-def held(rank: int, world: int) -> list[str]:
-    model = gpt2()
-    zero.shard(model, torch.optim.AdamW(model.parameters()), zero.ZeroConfig(stage=1))
-    return [
-        said(lambda: pickle.dumps(Holder(model)), zero.StateError),  # as DataLoader(num_workers=1, …="spawn") does
-        said(lambda: model.resize_token_embeddings(128), zero.ConfigError),
-        said(lambda: model.half(), zero.LayoutError),
-    ]
-
-
-def test_a_dataset_that_holds_the_model_and_a_resize(two):
-    for pickled, resized, cast in two.run(held, timeout_s=30):
-        assert "DataLoader" in pickled
-        assert "collate_fn" in pickled
-        for each in (resized, cast):
-            assert "zero.engine_of(model).detach()" in each
+    kind = zero.StateError if tier == "disk" else zero.RankMismatchError
+    for how in (torch.sum, lambda state: state.sum()) if tier == "disk" else (torch.sum,):
+        assert "zero.full_optimizer_state" in said(lambda how=how: run(how), kind)

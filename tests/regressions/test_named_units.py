@@ -11,13 +11,14 @@ from torch import nn
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 from tests.programs.named_units import Towers
 
 pytestmark = pytest.mark.gloo
 
 
-def refused(rank: int, world: int) -> None:
+@on_ranks()
+def test_a_pattern_that_nothing_has_is_refused(rank: int, world: int) -> None:
     for units, close in (
         (("*.expert",), r"'\*\.experts'|'first\.experts'"),
         (("Mixtur",), "'Mixture'"),
@@ -31,10 +32,6 @@ def refused(rank: int, world: int) -> None:
     with pytest.raises(zero.ConfigError, match="no module with parameters"):
         zero.shard(model, None, zero.ZeroConfig(stage=3, units="ReLU"))
     zero.shard(model, None, zero.ZeroConfig(stage=3, units="Linear"))  # nothing was left behind
-
-
-def test_a_pattern_that_nothing_has_is_refused(two: RankPool) -> None:
-    two.run(refused)
 
 
 def test_a_value_that_is_no_pattern_is_refused() -> None:

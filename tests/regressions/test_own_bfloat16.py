@@ -11,11 +11,12 @@ from torch import Tensor
 import hf_zero as zero
 from tests import models
 from tests.kit.bits import check_bits
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.models import ids, token_loss
-from tests.optimizers import Lars, MuonAndAdam
+from tests.optimizers import Lars
 from tests.oracle import Run
 from tests.programs.architectures import Stack, on_tokens
+from tests.programs.whole_matrices import frozen_thawed_and_grown
 from tests.settings import Setting
 
 pytestmark = pytest.mark.gloo
@@ -36,7 +37,7 @@ class Mixed(Stack):
 def small_steps(run: Run) -> None:
     """Steps of 1e-5 are below the resolution of bf16 at 1: without float32 masters the norms would not move."""
     model = run.trained_model(Mixed, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-5, weight_decay=0.0))
-    for step in range(20):
+    for step in range(10):
         on_tokens(model, run.rank, step).backward()
         run.update()
     assert (zero.full_parameter(model.blocks[0].norm.weight).float() - 1).abs().max() > 5e-5
@@ -55,23 +56,7 @@ def see_masters(run: Run) -> None:
 
 def over_matrices(run: Run) -> None:
     """Parts in groups of their own are unfrozen, and others frozen. The optimizer has all matrices from the start."""
-    model = run.build(lambda: models.Mixed().bfloat16())
-    late = list(model.blocks[1].parameters())
-    for param in late:
-        param.requires_grad_(False)
-    optimizer = MuonAndAdam([p for p in model.parameters() if p.requires_grad])
-    optimizer.add_param_group({"params": [p for p in late if p.dim() == 2], "use_muon": True})
-    optimizer.add_param_group({"params": [p for p in late if p.dim() < 2], "use_muon": False})
-    run.shard(model, optimizer)
-    for step in range(6):
-        if step == 2:
-            for param in late:
-                param.requires_grad_(True)
-        if step == 4:
-            model.blocks[0].requires_grad_(False)
-        on_tokens(model, run.rank, step).backward()
-        run.update()
-        see_masters(run)
+    frozen_thawed_and_grown(run, lambda: models.Mixed().bfloat16())
 
 
 def clipped_matrices(run: Run) -> None:
@@ -95,7 +80,8 @@ def test_matrices_in_every_stage_and_tier(pools: dict[int, RankPool], tmp_path: 
         check_bits(pools[world], clipped_matrices, rows, tmp_path)
 
 
-def digits(rank: int, world: int) -> None:
+@on_ranks()
+def test_masters_keep_their_digits(rank: int, world: int) -> None:
     """Accessors give the float32 master, and elements that nobody edits keep their digits."""
     torch.manual_seed(0)
     model = Mixed()
@@ -114,7 +100,3 @@ def digits(rank: int, world: int) -> None:
     after = zero.full_parameter(weight)
     assert torch.equal(after[0], torch.full_like(after[0], 2.0))
     assert torch.equal(after[1:], master[1:])
-
-
-def test_masters_keep_their_digits(two: RankPool) -> None:
-    two.run(digits)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 from tests.models import LanguageModel, ids, sgd, t5, token_loss
 from tests.programs.precision import Attending, clip, mixtral
 
@@ -58,7 +58,9 @@ def seen_types(model: nn.Module, names: set[str], forward: Any) -> dict[str, tor
     return found
 
 
-def routed(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks()
+def test_weights_that_the_model_uses_in_float32(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     plain = Routed()
     with torch.autocast("cpu", torch.bfloat16):
@@ -88,11 +90,6 @@ def routed(rank: int, world: int, stage: int) -> None:
         found(full_precision="*.router.*")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_that_the_model_uses_in_float32(two: RankPool, stage: int) -> None:
-    two.run(routed, stage)
-
-
 class Usual(LanguageModel):
     def forward(self, tokens: Tensor) -> Tensor:
         head = self.heads[0].weight
@@ -101,7 +98,8 @@ class Usual(LanguageModel):
         return torch.matmul(x, head.t()) + F.linear(x, head)
 
 
-def silent(rank: int, world: int) -> None:
+@on_ranks()
+def test_usual_uses_are_not_reported(rank: int, world: int) -> None:
     """Usual uses of a matrix are no reason for a warning."""
     pixels = torch.ones(2, 3, 16, 16)
     for build, arguments in (
@@ -117,11 +115,8 @@ def silent(rank: int, world: int) -> None:
             model(**arguments)
 
 
-def test_usual_uses_are_not_reported(two: RankPool) -> None:
-    two.run(silent)
-
-
-def kept_by_class(rank: int, world: int) -> None:
+@on_ranks()
+def test_what_a_class_keeps_in_float32(rank: int, world: int) -> None:
     """transformers' own lists: T5's `wo` for fp16 alone, strict ones for bf16 too."""
     query, wo, wi = (
         f"encoder.block.0.layer.{name}.weight"
@@ -139,15 +134,12 @@ def kept_by_class(rank: int, world: int) -> None:
     assert computed(model, "bf16") == {query: torch.float32, wo: torch.bfloat16, wi: torch.bfloat16}
 
 
-def test_what_a_class_keeps_in_float32(two: RankPool) -> None:
-    two.run(kept_by_class)
-
-
 PACKED = {"packed.in_proj_weight", "apart.q_proj_weight", "apart.k_proj_weight", "apart.v_proj_weight"}
 EXPERTS = {f"model.layers.{n}.mlp.experts.{name}" for n in (0, 1) for name in ("gate_up_proj", "down_proj")}
 
 
-def cast(rank: int, world: int) -> None:
+@on_ranks()
+def test_matrices_of_attention_and_experts(rank: int, world: int) -> None:
     """Matrices of attention and of experts are computed with in bf16 where their kernels do so; one unit stays for backward."""
     for build, names, expected in (
         (Attending, PACKED, torch.bfloat16),
@@ -167,16 +159,14 @@ def cast(rank: int, world: int) -> None:
         del output
 
 
-def test_matrices_of_attention_and_experts(two: RankPool) -> None:
-    two.run(cast)
-
-
 # How gradients add up -------------------------------------------------------------------------------------------------
 
 
-def accumulated(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_micro_steps_add_up_in_float32(rank: int, world: int, stage: int) -> None:
     """Many micro-steps cost no more precision than one reduce in the type that was asked for."""
-    micros = 48
+    micros = 24
     for stored, reduced in ((s, r) for s in ("float32", "bfloat16") for r in ("float32", "bfloat16")):
         torch.manual_seed(0)
         plain = LanguageModel().to(getattr(torch, stored))
@@ -195,11 +185,6 @@ def accumulated(rank: int, world: int, stage: int) -> None:
             exact = micros * plain.get_parameter(name).grad.double()
             error = (zero.full_gradient(param).double() - exact).abs().max() / exact.abs().max()
             assert error <= 1.01 * allowed + 1e-6, (stored, reduced, name, error.item())
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_micro_steps_add_up_in_float32(two: RankPool, stage: int) -> None:
-    two.run(accumulated, stage)
 
 
 transformers.logging.set_verbosity_error()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from tests.kit.pool import RankFailure, RankPool
+from tests.kit.pool import RankFailure, RankPool, on_ranks
 from tests.models import LanguageModel, adamw, ids, mlp, token_loss
 
 pytestmark = pytest.mark.gloo
@@ -20,19 +20,15 @@ pytestmark = pytest.mark.gloo
 # Values that are refused, before a parameter has changed, and on every rank ---------------------------------------------
 
 
-def refused(rank: int, world: int, replicas: int) -> str:
+@pytest.mark.parametrize(("world", "replicas"), [(3, 2), (2, 4), (1, 2)])
+@on_ranks(None)
+def test_ranks_that_replicas_do_not_divide(rank: int, world: int, replicas: int) -> None:
+    """No parameter has changed."""
     model = mlp()
     before = [param.clone() for param in model.parameters()]
-    with pytest.raises(zero.ConfigError) as caught:
+    with pytest.raises(zero.ConfigError, match=f"replicas={replicas} does not divide {world} rank"):
         zero.shard(model, None, zero.ZeroConfig(stage=2, replicas=replicas))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("world", "replicas"), [(3, 2), (2, 4), (1, 2)])
-def test_ranks_that_replicas_do_not_divide(pools: dict[int, RankPool], world: int, replicas: int) -> None:
-    for text in pools[world].run(refused, replicas):
-        assert f"replicas={replicas} does not divide {world} rank" in text
 
 
 @pytest.mark.parametrize("replicas", [0, -1, 1.5, True, "2", None])
@@ -46,13 +42,10 @@ def test_stage_0_has_no_replicas() -> None:
         zero.ZeroConfig(stage=0, replicas=2)
 
 
-def other_replicas(rank: int, world: int) -> None:
+@on_ranks()
+def test_other_replicas_on_some_ranks(rank: int, world: int) -> None:
     with pytest.raises(zero.RankMismatchError, match="replicas"):
         zero.shard(mlp(), None, zero.ZeroConfig(stage=2, replicas=1 + rank % 2))
-
-
-def test_other_replicas_on_some_ranks(two: RankPool) -> None:
-    two.run(other_replicas)
 
 
 def test_training_argument(tmp_path: Path) -> None:
@@ -118,23 +111,15 @@ def test_one_rank_per_replica_sends_what_plain_data_parallel_does(two: RankPool)
 # Debug mode -------------------------------------------------------------------------------------------------------------
 
 
-def drifts(rank: int, world: int) -> str:
+@on_ranks(4)
+def test_debug_compares_replicas(rank: int, world: int) -> None:
     """A slice of one rank changes: the other replica has another copy from then on."""
     model, optimizer, _ = sharded(3, 2, debug=True)
-    try:
-        for step in range(3):
-            if step == 2 and rank == 3:
-                optimizer.param_groups[0]["params"][3].data.view(-1)[5] += 1.0
-            train(model, optimizer, rank, step)
-    except zero.RankMismatchError as error:
-        return str(error)
-    return ""
-
-
-def test_debug_compares_replicas(pools: dict[int, RankPool]) -> None:
-    for text in pools[4].run(drifts):
-        assert "ranks differ in step" in text
-        assert "ranks 2, 3" in text, "the replica that has gathered it"
+    train(model, optimizer, rank, 0, 1)
+    if rank == 3:
+        optimizer.param_groups[0]["params"][3].data.view(-1)[5] += 1.0
+    with pytest.raises(zero.RankMismatchError, match="(?s)ranks differ in step.*ranks 2, 3"):  # what has gathered it
+        train(model, optimizer, rank, 2)
 
 
 # Ranks that never come --------------------------------------------------------------------------------------------------

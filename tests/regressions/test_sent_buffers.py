@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 from tests.models import inputs, mlp, sgd
 from tests.programs.buffers import Normed, Tracker
 
 pytestmark = pytest.mark.gloo
 
 
-def at_the_start(rank: int, world: int) -> None:
+@on_ranks()
+def test_the_start_is_rank_0s(rank: int, world: int) -> None:
     """Rank 0's values with a warning, as for parameters; a buffer of another shape on each rank stays, and is named."""
     torch.manual_seed(0)
     model = Tracker()
@@ -39,10 +40,6 @@ def at_the_start(rank: int, world: int) -> None:
         zero.shard(Tracker(), None, zero.ZeroConfig(stage=1))
 
 
-def test_the_start_is_rank_0s(two: RankPool) -> None:
-    two.run(at_the_start)
-
-
 class Static(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +51,8 @@ class Static(nn.Module):
         return self.layers(x * self.scale * self.mask)
 
 
-def still(rank: int, world: int) -> None:
+@on_ranks()
+def test_still_buffers_cost_nothing(rank: int, world: int) -> None:
     """Unchanged buffers are not sent, nor are those that a state dict has set on all ranks."""
     torch.manual_seed(0)
     model = Static()
@@ -84,11 +82,8 @@ def still(rank: int, world: int) -> None:
     assert bool((model.mask == 1).all())
 
 
-def test_still_buffers_cost_nothing(two: RankPool) -> None:
-    two.run(still)
-
-
-def apart(rank: int, world: int) -> None:
+@on_ranks()
+def test_forwards_of_one_rank(rank: int, world: int) -> None:
     """`ZeroTrainer` evaluates inside `apart()`: buffers are each rank's own there, as in the stock Trainer."""
     torch.manual_seed(0)
     model = Normed()
@@ -108,7 +103,3 @@ def apart(rank: int, world: int) -> None:
     model.eval()(inputs(rank, 7))
     torch.distributed.all_gather(everyone, model.blocks[0][1].running_mean)
     assert torch.equal(*everyone)
-
-
-def test_forwards_of_one_rank(two: RankPool) -> None:
-    two.run(apart)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -12,14 +10,15 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
-from tests.models import LanguageModel, gpt2, sgd
+from tests.kit.pool import on_ranks
+from tests.models import LanguageModel, gpt2
 from tests.programs.architectures import Stack
 
 pytestmark = pytest.mark.gloo
 
 
-def structures(rank: int, world: int) -> None:
+@on_ranks()
+def test_structure_mismatch_is_named(rank: int, world: int) -> None:
     """Each difference between ranks is named on every rank."""
 
     def attempt(match: str, build: Any, config: Any = None, optimizer: Any = None, **options: Any) -> None:
@@ -42,11 +41,8 @@ def structures(rank: int, world: int) -> None:
     attempt("optimizer none", Stack, optimizer=lambda m: torch.optim.SGD(list(m.parameters())[rank:], lr=0.1))
 
 
-def test_structure_mismatch_is_named(two: RankPool) -> None:
-    two.run(structures)
-
-
-def values(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_values_follow_rank_0_with_a_warning(rank: int, world: int) -> None:
     torch.manual_seed(rank % 2)  # of three ranks, one in the middle differs
     model = Stack()
     with torch.no_grad():
@@ -70,23 +66,8 @@ def values(rank: int, world: int) -> None:
         zero.shard(Stack(), None, zero.ZeroConfig(stage=3))
 
 
-def test_values_follow_rank_0_with_a_warning(pools: dict[int, RankPool]) -> None:
-    pools[3].run(values)
-
-
-def refused_on_one(rank: int, world: int) -> None:
-    model = Stack()
-    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2))] if rank else model.parameters(), lr=0.1)
-    error = zero.LayoutError if rank else zero.RankMismatchError
-    with pytest.raises(error, match="is not one of the sharded model's"):
-        zero.shard(model, stranger)
-
-
-def test_a_refusal_on_one_rank_is_one_on_all(two: RankPool) -> None:
-    two.run(refused_on_one)
-
-
-def shared_activation(rank: int, world: int) -> None:
+@on_ranks()
+def test_modules_of_two_models(rank: int, world: int) -> None:
     """XLM's activation is one module of all models: calls of a plain model's are no collectives."""
     act = nn.GELU()
     sharded, plain = (nn.Sequential(nn.Linear(4, 4), act) for _ in range(2))
@@ -95,10 +76,6 @@ def shared_activation(rank: int, world: int) -> None:
         plain.load_state_dict(plain.state_dict())
     state = sharded.state_dict()
     sharded.load_state_dict(state)
-
-
-def test_modules_of_two_models(two: RankPool) -> None:
-    two.run(shared_activation)
 
 
 def test_bad_models_are_refused() -> None:
@@ -112,7 +89,9 @@ def test_bad_models_are_refused() -> None:
         zero.shard(nn.LazyLinear(3))
 
 
-def undo(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks()
+def test_detach_and_garbage(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     model = gpt2()
     hooks = {name: len(module._forward_pre_hooks) for name, module in model.named_modules()}
@@ -126,12 +105,3 @@ def undo(rank: int, world: int, stage: int) -> None:
     assert {name: len(module._forward_pre_hooks) for name, module in model.named_modules()} == hooks
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert model.lm_head.weight is model.transformer.wte.weight
-    watch = weakref.ref(zero.shard(model, sgd(model), zero.ZeroConfig(stage=stage)))
-    del model, engine
-    gc.collect()
-    assert watch() is None  # freed with its model
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_detach_and_garbage(two: RankPool, stage: int) -> None:
-    two.run(undo, stage)

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 
 pytestmark = pytest.mark.gloo
 
 
-def values_elsewhere(rank: int, world: int, stage: int, room: bool) -> None:
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_values_that_are_elsewhere(rank: int, world: int, stage: int, room: bool) -> None:
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
     zero.shard(model, None, zero.ZeroConfig(stage=stage))
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -65,9 +68,3 @@ def values_elsewhere(rank: int, world: int, stage: int, room: bool) -> None:
     with pytest.raises(RuntimeError, match=r"zero\.unsharded"):
         nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).load_state_dict(state)
     assert torch.equal(other, torch.ones(2048))
-
-
-@pytest.mark.parametrize("room", [True, False])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_values_that_are_elsewhere(two: RankPool, stage: int, room: bool) -> None:
-    two.run(values_elsewhere, stage, room)

@@ -7,7 +7,7 @@ import torch
 
 import hf_zero as zero
 from tests.kit.common import gpt2, loss_of, optimizer_for
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -20,7 +20,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, s
     return loss.detach()
 
 
-def too_large(rank: int, world: int) -> None:
+@on_ranks()
+def test_missing_memory_is_named_on_every_rank(rank: int, world: int) -> None:
     model = gpt2()
     optimizer = optimizer_for(model, 1)
     # The rest, gathers and buckets have room; the whole model has not.
@@ -39,7 +40,3 @@ def too_large(rank: int, world: int) -> None:
     engine.detach()
     with zero.unsharded(model):
         assert all(torch.isfinite(param).all() for param in model.parameters())
-
-
-def test_missing_memory_is_named_on_every_rank(two: RankPool) -> None:
-    two.run(too_large)
