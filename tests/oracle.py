@@ -122,6 +122,7 @@ def program(
     only: Mapping[str, Sequence[Any]] | None = None,
     more: Mapping[str, Sequence[Any]] | None = None,
     accept: Callable[[Setting], bool] = lambda setting: True,
+    name: str = "",
     **options: Any,
 ) -> Any:
     """Register a program as `<file>.<function>`.
@@ -130,11 +131,13 @@ def program(
         only: factors with the values that it goes with, where that is fewer than `EVERYDAY`.
         more: factors with more values than `EVERYDAY` has.
         accept: rows it goes with, where no product says it.
+        name: in place of the function's, which may be a `functools.partial`.
         options: fields of `Program`.
     """
     if function is None:
-        return functools.partial(program, only=only, more=more, accept=accept, **options)
-    name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        return functools.partial(program, only=only, more=more, accept=accept, name=name, **options)
+    module = getattr(function, "func", function).__module__
+    name = f"{module.rpartition('.')[2]}.{name or function.__name__}"
     if name in PROGRAMS:
         raise ValueError(f"two programs are named {name}")
     factors = {**EVERYDAY, **(more or {}), **(only or {})}

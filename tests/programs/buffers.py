@@ -206,8 +206,7 @@ def _buffers(name: str, build: Build, *scripts: str, shape: tuple[int, ...] = (4
             run.trained_model(build, lambda model: torch.optim.SGD(model.parameters(), lr=0.02))
             _script(run, what, shape)
 
-    run_it.__name__ = name
-    program(run_it, only={**FP32, **TIERS, "deferred": (False,), **only}, loose=20.0)
+    program(run_it, name=name, only={**FP32, **TIERS, "deferred": (False,), **only}, loose=20.0)
 
 
 _buffers("convolutions", Convolutions, "tttett", shape=(4, 3, 8, 8))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tests.models import LanguageModel, Odd, mlp, sgd, token_loss
@@ -38,14 +40,13 @@ def _learns(run: Run, **config: object) -> None:
     run.see(all(torch.equal(other, values) for other in everyone), "whether ranks compute with the same weights")
 
 
-@program(only=CODED | {"ranks": (2, 3, 4), "precision": ("fp32", "bf16", "fp16")})
-def learns_by_int8(run: Run) -> None:
-    _learns(run)
-
-
-@program(only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")}, loose=2.0)
-def learns_by_fp8(run: Run) -> None:
-    _learns(run, wire="fp8")
+program(_learns, name="learns_by_int8", only=CODED | {"ranks": (2, 3, 4), "precision": ("fp32", "bf16", "fp16")})
+program(
+    partial(_learns, wire="fp8"),
+    name="learns_by_fp8",
+    only=CODED | {"replicas": (1, 2), "deferred": (False,), "tier": ("none", "cpu")},
+    loose=2.0,
+)
 
 
 @program(only=CODED | {"replicas": (2,), "precision": ("fp32",)})
@@ -79,11 +80,5 @@ def _decays(run: Run, **config: object) -> None:
 DECAYED = CODED | {"precision": ("fp32",), "replicas": (1,)}
 
 
-@program(only=DECAYED)
-def decays_by_int8(run: Run) -> None:
-    _decays(run)
-
-
-@program(only=DECAYED | {"deferred": (False,)})
-def decays_by_fp8(run: Run) -> None:
-    _decays(run, wire="fp8")
+program(_decays, name="decays_by_int8", only=DECAYED)
+program(partial(_decays, wire="fp8"), name="decays_by_fp8", only=DECAYED | {"deferred": (False,)})

@@ -7,7 +7,7 @@ import functools
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.models import LanguageModel, adamw
 from tests.oracle import Run, program
@@ -57,18 +57,6 @@ def copies_are_plain_models(run: Run) -> None:
     both = copy.deepcopy({"model": model, "head": model.head})
     run.see(both["head"] is both["model"].head, "identity inside a copy")
     train(run, 1)
-
-
-@program(reference="average")
-def averages_of_gathered_weights(run: Run) -> None:
-    model = run.trained_model(tied, adamw)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for step in range(3):
-        train(run, step)
-        with run.gathered(model):
-            average.update_parameters(model)
-    for name, param in average.module.named_parameters():
-        run.see(param, name)
 
 
 @program(reference="average")

@@ -66,8 +66,16 @@ def methods_of_user_code(run: Run) -> None:
             zero.shard(model, None, zero.ZeroConfig(stage=run.setting.stage)).detach()
         assert block.forward is forward
         assert all(model.__dict__[name] is method for name, method in own.items())
-        names = {"forward", "_apply", "__deepcopy__", "__reduce_ex__", "_call_impl", "_compiled_call_impl"}
-        assert not names & {*model.blocks[0].__dict__}
+        names = {
+            "forward",
+            "_apply",
+            "__deepcopy__",
+            "__reduce_ex__",
+            "_call_impl",
+            "_compiled_call_impl",
+            "state_dict",
+        }
+        assert not names & {*model.blocks[0].__dict__, *model.__dict__}
         assert model.blocks[0](X).dtype == model.generate(X).dtype == torch.float32
         with torch.no_grad():
             twin = Speaks()

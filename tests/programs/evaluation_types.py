@@ -6,7 +6,6 @@ Masters keep every digit, edits count.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -177,13 +176,6 @@ def left_by_an_error(run: Run) -> None:
     train(run, 1)
 
 
-def _in_each_precision(act: Callable[[Run], None]) -> None:
-    for precision in ("fp32", "bf16"):
-        run_it = functools.partial(act)
-        functools.update_wrapper(run_it, act)
-        run_it.__name__ = f"{act.__name__}_{precision}"
-        program(run_it, reference="average", only={"precision": (precision,)})
-
-
-for _act in (nested, edited, left_by_an_error):
-    _in_each_precision(_act)
+for act in (nested, edited, left_by_an_error):
+    for each in ("fp32", "bf16"):
+        program(act, name=f"{act.__name__}_{each}", reference="average", only={"precision": (each,)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,9 +143,7 @@ def _resume(run: Run, at: int, early: bool) -> None:
     train(run, at, 9)
 
 
-@program(reference="average")
-def resumed_with_the_same_frozen(run: Run) -> None:
-    _resume(run, 3, early=True)
+program(partial(_resume, at=3, early=True), name="resumed_with_the_same_frozen", reference="average")
 
 
 @program(reference="average")
@@ -153,14 +152,8 @@ def resumed_with_others_frozen(run: Run) -> None:
     _resume(run, 3, early=False)
 
 
-@program(reference="average")
-def resumed_with_one_layer_left(run: Run) -> None:
-    _resume(run, 8, early=True)
-
-
-@program(reference="average")
-def resumed_before_all_are_frozen(run: Run) -> None:
-    _resume(run, 7, early=False)
+program(partial(_resume, at=8, early=True), name="resumed_with_one_layer_left", reference="average")
+program(partial(_resume, at=7, early=False), name="resumed_before_all_are_frozen", reference="average")
 
 
 @program(reference="average")
@@ -286,24 +279,16 @@ def _adversarial(run: Run, depth: int, in_parts: bool = False, made: Any = adam,
     run.see(accumulation_hooks(model) <= len([*model.parameters()]), "hooks do not add up")
 
 
-@program(reference="average")
-def adversaries_frozen_by_groups(run: Run) -> None:
-    _adversarial(run, depth=1)
-
-
-@program(reference="average")
-def adversaries_with_blocks_frozen_by_groups(run: Run) -> None:
-    _adversarial(run, depth=3)
-
-
-@program(reference="average")
-def adversaries_frozen_by_groups_in_parts(run: Run) -> None:
-    _adversarial(run, depth=1, in_parts=True)
-
-
-@program(reference="average")
-def adversaries_with_blocks_frozen_by_groups_in_parts(run: Run) -> None:
-    _adversarial(run, depth=3, in_parts=True)
+program(partial(_adversarial, depth=1), name="adversaries_frozen_by_groups", reference="average")
+program(partial(_adversarial, depth=3), name="adversaries_with_blocks_frozen_by_groups", reference="average")
+program(
+    partial(_adversarial, depth=1, in_parts=True), name="adversaries_frozen_by_groups_in_parts", reference="average"
+)
+program(
+    partial(_adversarial, depth=3, in_parts=True),
+    name="adversaries_with_blocks_frozen_by_groups_in_parts",
+    reference="average",
+)
 
 
 @program(reference="average")
@@ -363,11 +348,7 @@ def _frozen_by_rank(run: Run) -> None:
 FLAGS = Refused(zero.RankMismatchError, r"requires_grad of parameter '2\.weight' is not the same")
 
 
-@program(refused=(FLAGS,), only={"stage": (1,)})
-def frozen_on_one_rank(run: Run) -> None:
-    _frozen_by_rank(run)
-
-
-@program(refused=(FLAGS,), only={"stage": (3,)})
-def frozen_on_one_rank_where_parameters_are_released(run: Run) -> None:
-    _frozen_by_rank(run)
+program(_frozen_by_rank, name="frozen_on_one_rank", refused=(FLAGS,), only={"stage": (1,)})
+program(
+    _frozen_by_rank, name="frozen_on_one_rank_where_parameters_are_released", refused=(FLAGS,), only={"stage": (3,)}
+)

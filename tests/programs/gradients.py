@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -240,14 +241,8 @@ def _accumulate(run: Run, defer: bool) -> None:
     run.update()
 
 
-@program(more={"ranks": (1, 2, 3)})
-def added_up(run: Run) -> None:
-    _accumulate(run, defer=False)
-
-
-@program(more={"ranks": (1, 2, 3)})
-def added_up_deferred(run: Run) -> None:
-    _accumulate(run, defer=True)
+program(partial(_accumulate, defer=False), name="added_up", more={"ranks": (1, 2, 3)})
+program(partial(_accumulate, defer=True), name="added_up_deferred", more={"ranks": (1, 2, 3)})
 
 
 IN_BF16 = {"tells": lambda row: row.precision == "bf16"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,18 +188,6 @@ def clipped_groups_after_no_sync(run: Run) -> None:
         run.update()
 
 
-@program(reference="average")
-def clipped_after_no_sync(run: Run) -> None:
-    """The engine reduces first. `torch.nn.utils` over the model's parameters clips what each rank has, as with DDP."""
-    model = run.trained_model(Odd)
-    for step in range(2):
-        with run.no_sync(model):
-            run.loss(step).backward()
-        run.sync_gradients()
-        run.clip_grad_norm_(model, 0.05)
-        run.update()
-
-
 def _kept_over_a_step(run: Run, use: Callable[[Tensor], Tensor]) -> None:
     run.trained_model(Odd)
     run.loss(0).backward()
@@ -211,14 +200,10 @@ def _kept_over_a_step(run: Run, use: Callable[[Tensor], Tensor]) -> None:
 CLEARED = Refused(zero.StateError, "cleared since", lambda s: is_sharded(s) or s.tier != "none")
 
 
-@program(refused=(CLEARED,))
-def gradient_of_a_group_kept_over_a_step(run: Run) -> None:
-    _kept_over_a_step(run, Tensor.norm)
-
-
-@program(refused=(CLEARED,))
-def sum_of_a_gradient_of_a_group_kept_over_a_step(run: Run) -> None:
-    _kept_over_a_step(run, Tensor.sum)
+program(partial(_kept_over_a_step, use=Tensor.norm), name="gradient_of_a_group_kept_over_a_step", refused=(CLEARED,))
+program(
+    partial(_kept_over_a_step, use=Tensor.sum), name="sum_of_a_gradient_of_a_group_kept_over_a_step", refused=(CLEARED,)
+)
 
 
 @program
@@ -298,7 +283,7 @@ def schedule_free_inside_unsharded(run: Run) -> None:
         run.optimizer.eval()
         with run.unsharded(model):
             see_weights(run, model, "averaged weight")
-            if is_released(run.setting):
+            if is_released(run.setting) and is_sharded(run.setting):  # else both are one memory
                 weight = next(model.parameters())
                 before = weight.detach().clone()
                 with torch.no_grad():

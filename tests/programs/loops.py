@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
-from tests.models import LanguageModel, adamw, bert, gpt2, ids, inputs, llama, mlp, sgd, t5, token_loss
+from tests.models import adamw, bert, gpt2, ids, inputs, llama, mlp, sgd, t5
 from tests.oracle import Run, program
 
 EVERY_RANK = {"ranks": (1, 2, 3, 4)}
@@ -68,31 +68,6 @@ def t5_shared_embedding(run: Run) -> None:
 @program
 def llama_grouped_heads(run: Run) -> None:
     _labelled(run, run.build(llama))
-
-
-@program(more={"debug": (False, True)})
-def clip_by_value(run: Run) -> None:
-    model = run.build(mlp)
-    optimizer = sgd(model)
-    model = run.shard(model, optimizer)
-    for step in range(3):
-        model(inputs(run.rank, step)).square().mean().backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@program
-def clip_by_torch(run: Run) -> None:
-    model = run.build(lambda: LanguageModel(tied=True))
-    optimizer = sgd(model)
-    model = run.shard(model, optimizer)
-    for step in range(3):
-        batch = ids(run.rank, step)
-        token_loss(model(batch), batch).backward()
-        run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5), "norm")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
 @program(more={"ranks": (1, 2), "wire": ("none", "int8"), "debug": (False, True)})

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.models import adamw, bert, gpt2, sgd
+from tests.models import bert, gpt2, sgd
 from tests.oracle import Run, program
-from tests.settings import FACTORS, KEEPS
+from tests.settings import KEEPS
 
 DEBUG = {"debug": (False, True)}
 
@@ -107,20 +107,3 @@ def clipped_between_micro_batches(run: Run) -> None:
         run.forget_gradients()
         run.loss(2 * step + 1).backward()
         run.update()
-
-
-@program(more={"precision": FACTORS["precision"], "ranks": (1, 2, 3, 4), **DEBUG})
-def scaled_and_clipped(run: Run) -> None:
-    """With two changes of the loss scale."""
-    model = run.trained_model(gpt2, adamw)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    for step in range(7):
-        batch = run.ids(step)
-        scaler.scale(model(input_ids=batch, labels=batch).loss).backward()
-        run.sync_gradients()
-        scaler.unscale_(run.optimizer)
-        run.clip_grad_norm_(model, 0.5)
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-        run.see(scaler.get_scale(), "loss scale")

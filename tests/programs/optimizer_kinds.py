@@ -54,9 +54,8 @@ def over_elements(name: str, build: Build, precision: tuple[str, ...] = ("fp32",
                 if "betas" in group:
                     group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
 
-    run_it.__name__ = name
     tells = lambda setting: setting.optimizer_tier != "none"  # noqa: E731 -- else torch's own code makes the step
-    program(run_it, only={**UPDATES, "precision": precision}, exact=exact, tells=tells)
+    program(run_it, name=name, only={**UPDATES, "precision": precision}, exact=exact, tells=tells)
 
 
 # Fused kernels round the last elements of a tensor in another way: `exact=False`.
@@ -160,8 +159,7 @@ def over_matrices(
         run.load(model)
         step(4)
 
-    run_it.__name__ = name
-    program(run_it, **{"only": {**FP32, "deferred": (False,)}, "exact": True, **options})
+    program(run_it, name=name, **{"only": {**FP32, "deferred": (False,)}, "exact": True, **options})
 
 
 over_matrices("adafactor", lambda p: torch.optim.Adafactor(p, lr=1e-2))
@@ -171,7 +169,7 @@ over_matrices("layerwise", own.Layerwise, only=FP32, more={"ranks": (1, 2, 3)})
 over_matrices("blockwise", own.Blockwise)
 over_matrices("replaces", own.Replaces)
 over_matrices("two_rules", own.two_rules)
-over_matrices("shampoo", own.Shampoo, only=FP32, more={"ranks": (1, 2, 3, 4), "debug": (False, True)})
+over_matrices("shampoo", own.Shampoo, only=FP32, more={"ranks": (1, 2, 3), "debug": (False, True)})
 over_matrices("lars", own.Lars, only={"deferred": (False,)}, more={"tier": FACTORS["tier"]}, exact=False)
 over_matrices("forces", own.Forces, mixed_with_unused, tells=lambda row: row.tier != "none")
 over_matrices("decays", own.Decays, only={**FP32, **UPDATES})
@@ -185,25 +183,6 @@ for _where in ("own", "group", "tensor"):
         lambda p, where=_where: own.Counts(p, where, by_layer=True),
         only={**FP32, **UPDATES},
     )
-
-
-@program(only={**FP32, "deferred": (False,)}, exact=True)
-def warm_and_let_go(run: Run) -> None:
-    """An optimizer over matrices has states before the model is sharded, and steps on in plain PyTorch afterwards."""
-    model = run.build(mixed)
-    optimizer = own.Shampoo(model.parameters())
-
-    def step(number: int, model: Any, is_alike: bool) -> None:
-        rows = torch.arange(12).view(2, 6) + number if is_alike else run.ids(number)
-        token_loss(model(rows), rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0, model, True)
-    model = run.shard(model, optimizer)
-    step(1, model, False)
-    run.detach(model)
-    step(2, model, True)
 
 
 # With states of any kind -------------------------------------------------------------------------------------------------
@@ -249,8 +228,8 @@ def with_states(kind: str, late: bool = False) -> None:
             run.detach(model)
             step(7, plain, 0)
 
-    run_it.__name__ = f"state_{kind}{'_late' if late else ''}".replace(" ", "_")
-    program(run_it, only={**FP32, **UPDATES})
+    name = f"state_{kind}{'_late' if late else ''}".replace(" ", "_")
+    program(run_it, name=name, only={**FP32, **UPDATES})
 
 
 for _kind in own.STATES:

@@ -66,15 +66,6 @@ def state_by_parameter(run: Run, t: int) -> None:
         state["momentum_buffer"][::2] = 0
 
 
-@program(reference="average")
-def lr_tensor(run: Run) -> None:
-    run.mlp(lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, total_steps=6)
-    for t in range(4):
-        run.step(t)
-        schedule.step()
-
-
 @program(reference="average", only=FP32)
 def sam(run: Run) -> None:
     """Sharpness-aware: weights move along the gradient, and back before the step."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import VOCAB, WIDTH, Block, LanguageModel, generator, sgd, token_loss
 from tests.oracle import Run, program
+from tests.programs.architectures import Stack
 from tests.programs.usual import FP32, trained_on
 
 KEPT_WHOLE = {"stage": (0, 1, 2)}
@@ -280,44 +281,28 @@ class Boxing(nn.Module):
         return Box(self.block(box.value))
 
 
-class Boxes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Boxing() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCAB)
+class Boxes(Stack):
+    block = Boxing
 
     def forward(self, ids: Tensor) -> Tensor:
         box = Box(self.embed(ids))
-        for layer in self.layers:
-            box = layer(box)
+        for block in self.blocks:
+            box = block(box)
         return self.head(box.value)
 
 
-class ReadsOthers(nn.Module):
+class ReadsOthers(Stack):
     """A weight is read by another module, in the middle of its forward; the weight's own module runs later too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        for index, layer in enumerate(self.layers):
-            x = layer(x) + 0.1 * F.linear(x, self.layers[(index + 1) % 3].up.weight[:WIDTH])
+        for index, block in enumerate(self.blocks):
+            x = block(x) + 0.1 * F.linear(x, self.blocks[(index + 1) % 3].up.weight[:WIDTH])
         return self.head(x) + F.linear(x, self.embed.weight)
 
 
-class Forces(nn.Module):
+class Forces(Stack):
     """Takes a gradient inside its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -325,13 +310,13 @@ class Forces(nn.Module):
             if not x.requires_grad:
                 x.requires_grad_()
             y = x
-            for layer in self.layers:
-                y = layer(y)
+            for block in self.blocks:
+                y = block(y)
             (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=self.training)
         return self.head(y + 0.1 * force)
 
 
-_model("unknown_containers", Boxes, steps=PAST_LEARNING)
+_model("unknown_containers", Boxes, steps=PAST_LEARNING, tells=lambda row: row.stage == 3)
 _model("weights_of_others_read_in_forward", ReadsOthers, only=FP32)
 _model("gradient_taken_in_forward", Forces, steps=PAST_LEARNING, loose=5.0)
 
@@ -346,7 +331,7 @@ class Ways(nn.Module):
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks, self.left, self.right = (nn.ModuleList(Block() for _ in range(3)) for _ in range(3))
+        self.blocks, self.left, self.right = (nn.ModuleList(Block() for _ in range(n)) for n in (3, 2, 2))
         self.head = nn.Linear(WIDTH, VOCAB)
         self.aux = nn.ModuleList(nn.Linear(WIDTH, VOCAB) for _ in range(3))
         if frozen:

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.models import VOCAB, LanguageModel, generator, gpt2, ids, mlp, t5, token_loss
+from tests.kit import families
+from tests.models import VOCAB, LanguageModel, gpt2, ids, mlp, t5, token_loss
 from tests.oracle import Run, program
 from tests.programs.usual import trained_on
 
@@ -29,28 +30,9 @@ def bart() -> nn.Module:
     return transformers.BartForConditionalGeneration(config)
 
 
-def whisper() -> nn.Module:
-    layers = {
-        f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 2))
-    }
-    config = transformers.WhisperConfig(
-        vocab_size=VOCAB, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, max_source_positions=16,
-        max_target_positions=32, dropout=0.0, decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
-        **layers, **SPECIAL,
-    )  # fmt: skip
-    return transformers.WhisperForConditionalGeneration(config)
-
-
 def text(rank: int, step: int) -> dict[str, Tensor]:
     tokens = ids(rank, step, length=6 + rank)
     return {"input_ids": tokens, "labels": tokens[:, :5].contiguous()}
-
-
-def sound(rank: int, step: int) -> dict[str, Tensor]:
-    return {
-        "input_features": torch.randn(2, 8, 32, generator=generator(rank, step)),
-        "labels": ids(rank, step, length=5),
-    }
 
 
 def speaks(name: str, make: Callable[[], nn.Module], batch: Callable[[int, int], dict[str, Tensor]]) -> None:
@@ -74,13 +56,11 @@ def speaks(name: str, make: Callable[[], nn.Module], batch: Callable[[int, int],
             run.see(scores.isfinite(), "words that may be")
             run.see(scores.masked_fill(~scores.isfinite(), 0.0).float(), "scores")
 
-    run_it.__name__ = f"{name}_speaks"
-    program(run_it)
+    program(run_it, name=f"{name}_speaks")
 
 
 speaks("t5", t5, text)
 speaks("bart", bart, text)
-speaks("whisper", whisper, sound)
 
 
 # Entered elsewhere than at the top ---------------------------------------------------------------------------------------
@@ -156,8 +136,8 @@ def entered(name: str, make: Callable[[], nn.Module], entries: list[Entry]) -> N
             run.update()
             run.see(torch.is_autocast_enabled("cpu"), "autocast outside")
 
-    run_it.__name__ = f"{name}_entered"
-    program(run_it, reference="average", more={"precision": ("fp32", "bf16", "fp16")})
+    more = {"precision": ("fp32", "bf16", "fp16")}
+    program(run_it, name=f"{name}_entered", reference="average", more=more)
 
 
 for _name, (_make, _entries) in ENTRIES.items():
@@ -214,12 +194,9 @@ class Attending(nn.Module):
 
 
 def mixtral(experts: str) -> nn.Module:
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32, use_cache=False,
-    )  # fmt: skip
-    config._experts_implementation = experts
-    return transformers.MixtralForCausalLM(config)
+    model = families.mixtral(hidden_size=16, intermediate_size=24, max_position_embeddings=32, use_cache=False)
+    model.config._experts_implementation = experts
+    return model
 
 
 @trained_on(Attending, steps=3)

@@ -112,9 +112,8 @@ for reentrant in (None, False, True):
     def roots(run: Run, reentrant: Reentrant = reentrant) -> None:
         _train(run, *(functools.partial(Root, reentrant, times) for times in (1, 2)))
 
-    for each in (modules, roots):
-        each.__name__ = f"{each.__name__}_{suffix}"
-        program(each, reference="average", loose=2.0)  # layers that run many times amplify rounding
+    for each in (modules, roots):  # layers that run many times amplify rounding
+        program(each, name=f"{each.__name__}_{suffix}", reference="average", loose=2.0)
 
 
 class Interrupted(Root):

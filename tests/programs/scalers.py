@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,29 +105,12 @@ def _train(run: Run, optimizers: Callable[[list[nn.Parameter]], Optimizers], hal
         run.see(scaler.get_scale(), "the scale")
 
 
-@program(more={"ranks": (2, 3), **PRECISIONS})
-def one_optimizer(run: Run) -> None:
-    _train(run, one)
-
-
-@program(more=PRECISIONS)
-def one_fused_optimizer(run: Run) -> None:
-    _train(run, fused)
-
-
-@program
-def two_optimizers(run: Run) -> None:
-    _train(run, two)
-
-
-@program
-def over_full_matrices(run: Run) -> None:
-    _train(run, full_matrices)
-
-
-@program(only={"precision": ("fp32",)}, loose=100.0)  # computed in float16
-def half_inside_forward(run: Run) -> None:
-    _train(run, two, half=True)
+program(partial(_train, optimizers=one), name="one_optimizer", more={"ranks": (2, 3), **PRECISIONS})
+program(partial(_train, optimizers=fused), name="one_fused_optimizer", more=PRECISIONS)
+program(partial(_train, optimizers=two), name="two_optimizers")
+program(partial(_train, optimizers=full_matrices), name="over_full_matrices")
+half = partial(_train, optimizers=two, half=True)
+program(half, name="half_inside_forward", only={"precision": ("fp32",)}, loose=100.0)  # computed in float16
 
 
 @program

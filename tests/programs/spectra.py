@@ -70,12 +70,6 @@ def adam(run: Run) -> None:
 
 
 @program(reference="average", more=MORE)
-def momentum(run: Run) -> None:
-    _train(run, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    _saved(run)
-
-
-@program(reference="average", more=MORE)
 def full_matrices(run: Run) -> None:
     _train(run, lambda model: Spectral(model.parameters(), lr=0.1))
     _saved(run)

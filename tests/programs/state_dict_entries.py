@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,14 +283,8 @@ def _saved_by_one_rank(run: Run, *, inside: bool) -> None:
             run.see([*model.lm_head.state_dict(prefix="head.")], "names of a part")
 
 
-@program(reference="average", accept=on_every_rank)
-def saved_by_one_rank(run: Run) -> None:
-    _saved_by_one_rank(run, inside=False)
-
-
-@program(reference="average")
-def saved_by_one_rank_inside_unsharded(run: Run) -> None:
-    _saved_by_one_rank(run, inside=True)
+program(partial(_saved_by_one_rank, inside=False), name="saved_by_one_rank", reference="average", accept=on_every_rank)
+program(partial(_saved_by_one_rank, inside=True), name="saved_by_one_rank_inside_unsharded", reference="average")
 
 
 @program(only={"stage": (1, 2), "tier": ("cpu",)}, reference="average", accept=on_every_rank)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,9 +139,7 @@ def see_merged(run: Run, model: nn.Module) -> None:
 FACTORS: dict[str, Any] = {"deferred": (False,), "precision": ("fp32",)}
 BF16: dict[str, Any] = {"deferred": (False,), "precision": ("bf16",)}
 for _name in TUNERS:
-    _run = functools.partial(_tuned, name=_name)
-    _run.__name__, _run.__module__ = _name, __name__  # type: ignore[attr-defined]
-    program(_run, reference="average", only=FACTORS)
+    program(partial(_tuned, name=_name), name=_name, reference="average", only=FACTORS)
 
 
 @program(reference="average", only=BF16)
@@ -153,9 +151,12 @@ def lora_of_attention_in_bf16(run: Run) -> None:
             param.data = torch.zeros_like(param)
 
 
-@program(reference="average", only=FACTORS)
-def frozen_in_the_optimizer(run: Run) -> None:
-    _tuned(run, "lora_of_attention_and_more", everything=True)
+program(
+    partial(_tuned, name="lora_of_attention_and_more", everything=True),
+    name="frozen_in_the_optimizer",
+    reference="average",
+    only=FACTORS,
+)
 
 
 def _prompted(run: Run, kind: str) -> None:
@@ -171,14 +172,8 @@ def _prompted(run: Run, kind: str) -> None:
     run.load(model)
 
 
-@program(reference="average", only=FACTORS)
-def prompt(run: Run) -> None:
-    _prompted(run, "PromptTuningConfig")
-
-
-@program(reference="average", only=FACTORS)
-def prefix(run: Run) -> None:
-    _prompted(run, "PrefixTuningConfig")
+program(partial(_prompted, kind="PromptTuningConfig"), name="prompt", reference="average", only=FACTORS)
+program(partial(_prompted, kind="PrefixTuningConfig"), name="prefix", reference="average", only=FACTORS)
 
 
 @program(reference="average", only={"deferred": (False,)})

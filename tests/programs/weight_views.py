@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import WIDTH
 from tests.oracle import Run, program
-from tests.programs.usual import FP32, is_released, trained_on
+from tests.programs.usual import FP32, is_released
 
 STEPS = 7
 """More than those in which an engine looks at every saved tensor."""
@@ -35,11 +35,6 @@ class Output:
     extra: Any = None
 
 
-class Pair(NamedTuple):
-    weight: Tensor
-    other: Tensor
-
-
 Give = Callable[[Tensor], Any]
 GIVES: dict[str, tuple[Give, Callable[[Any], Tensor]]] = {
     "itself": (lambda w: w, lambda out: out),
@@ -48,11 +43,8 @@ GIVES: dict[str, tuple[Give, Callable[[Any], Tensor]]] = {
     "data": (lambda w: w.data, lambda out: out),
     "rows": (lambda w: w[0], lambda out: out.expand(WIDTH, WIDTH)),
     "transposed": (lambda w: w.T, lambda out: out.T),
-    "expand": (lambda w: w.expand(2, WIDTH, WIDTH), lambda out: out[1]),
     "tuple": (lambda w: (w.t(), 3), lambda out: out[0].t()),
-    "dict": (lambda w: {"a": {"b": [w[:]]}}, lambda out: out["a"]["b"][0]),
     "dataclass": (lambda w: Output(w.detach()), lambda out: out.weight),
-    "named_tuple": (lambda w: Pair(w[:], w.detach()), lambda out: out.weight + out.other),
     "object": (lambda w: Output(w.data, [w[1]]), lambda out: out.weight + out.extra[0]),
     "lambda": (lambda w: functools.partial(torch.Tensor.clone, w.detach()), lambda out: out()),
     "numpy": (lambda w: w.detach().numpy(), torch.from_numpy),
@@ -86,11 +78,11 @@ class Giver(nn.Module):
 
 
 def gives(name: str, give: Give, take: Callable[[Any], Tensor]) -> None:
-    def run_it(run: Run, step: int) -> Tensor:
-        return run.loss(step)
+    def run_it(run: Run) -> None:
+        run.trained_model(lambda: Giver(give, take))
+        run.loop(steps=STEPS)
 
-    run_it.__name__ = f"{name}_is_given"
-    trained_on(lambda: Giver(give, take), steps=STEPS, **(EXACT if name == "numpy" else RELEASED))(run_it)
+    program(run_it, name=f"{name}_is_given", **(EXACT if name == "numpy" else RELEASED))
 
 
 for _name, (_give, _take) in GIVES.items():
@@ -164,8 +156,7 @@ def keeps(name: str) -> None:
             stashes(run, name, WHEN[when])
             run.loop(steps=STEPS)
 
-    run_it.__name__ = f"{name}_is_kept"
-    program(run_it, **RELEASED)
+    program(run_it, name=f"{name}_is_kept", **RELEASED)
 
 
 for _name in KEEPS:
@@ -174,7 +165,7 @@ for _name in KEEPS:
 
 @program(**RELEASED)
 def kept_in_checkpointed_blocks(run: Run) -> None:
-    for name in ("detach", "data", "used"):
+    for name in ("detach", "used"):
         for is_reentrant in (False, True):
             stashes(run, name, recompute=is_reentrant)
             run.loop(steps=STEPS)

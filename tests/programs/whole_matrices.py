@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,9 +102,9 @@ def weights_and_gradients_written(run: Run) -> None:
 
 
 @program(reference="average", more={"ranks": (2, 3)})
-def frozen_thawed_and_grown(run: Run) -> None:
+def frozen_thawed_and_grown(run: Run, make: Callable[[], Any] = Mixed) -> None:
     """A part of two groups of other rules is frozen at first; another is frozen later."""
-    model = run.build(Mixed)
+    model = run.build(make)
     late = list(model.blocks[1].parameters())
     for param in late:
         param.requires_grad_(False)
@@ -118,6 +119,8 @@ def frozen_thawed_and_grown(run: Run) -> None:
         if step == 4:
             model.blocks[0].requires_grad_(False)
         one_step(run, model, optimizer, step)
+        for param in run.model.parameters() if make is not Mixed else ():
+            run.see(zero.full_parameter(param), "a master")
 
 
 @program(only=FP32, more={"ranks": (2, 3)})
@@ -177,6 +180,6 @@ def counted_in_backward(run: Run) -> None:
             model = run.build(Mixed)
             optimizer = Counts(model.parameters(), where, by_layer)
             model = run.shard(model, optimizer, step_in_backward=True)
-            for step in range(3):
+            for step in range(2):
                 one_step(run, model, optimizer, step)
             run.see((optimizer.k, float(optimizer.param_groups[0]["k"])), f"counted in {where}, by layer: {by_layer}")

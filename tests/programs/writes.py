@@ -140,21 +140,6 @@ def merged(run: Run) -> None:
         base.weight.data -= up.weight.data @ down.weight.data
 
 
-@program(
-    reference="average",
-    only=FP32,
-    refused=(Refused(zero.RankMismatchError, "parameter '0.weight' is not on rank", is_sharded),),
-)
-def noise_by_rank(run: Run) -> None:
-    """Each rank moves its weights elsewhere: right under data parallel training, of no meaning where each has a part."""
-    model = run.mlp()
-    for step in range(2):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(run.inputs(step, *param.shape))
-        run.step(step)
-
-
 def change_places(one: nn.Parameter, other: nn.Parameter) -> None:
     one.data, other.data = other.data, one.data
 
