@@ -32,13 +32,20 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+class Events:
+    """What copies of an optimizer share with it: an object of user code."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.planned: list[tuple[int, str, Callable[[], object]]] = []
+
+
 class Custom(torch.optim.Optimizer):
     """Momentum with a counter, as users write it. Calls `event` once, after `first` parameters, at a place in the next."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "made": 0})
-        self.seen = [0]
-        self.events: list[tuple[int, str, Callable[[], object]]] = []
+        self.events = Events()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -56,14 +63,14 @@ class Custom(torch.optim.Optimizer):
                 state["momentum"].mul_(0.9).add_(p.grad)
                 self._meet("in the middle")
                 p.add_(state["momentum"], alpha=-group["lr"])
-                self.seen[0] += 1
+                self.events.seen += 1
 
     def plan(self, after: int, where: str, event: Callable[[], object]) -> None:
-        self.events.append((self.seen[0] + after, where, event))
+        self.events.planned.append((self.events.seen + after, where, event))
 
     def _meet(self, where: str) -> None:
-        for event in [each for each in self.events if each[:2] == (self.seen[0], where)]:
-            self.events.remove(event)
+        for event in [each for each in self.events.planned if each[:2] == (self.events.seen, where)]:
+            self.events.planned.remove(event)
             event[2]()
 
 
