@@ -3,7 +3,7 @@
 PYTHON ?= python3
 STAGE ?= 3
 N ?= 1000
-WORKERS ?= 2
+WORKERS ?= 3
 STEPS ?= 2000
 ROUNDS ?= 20
 ARGS ?=
