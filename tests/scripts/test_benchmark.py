@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.mark.wide
