@@ -39,6 +39,8 @@ finetune: $(READY) ## train gpt2-tiny under ZeRO on the GPUs there are, else 2 C
 test: $(READY) ## run the tests (ARGS='-k name' for some, WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder $(ARGS)
 
+# Long tests start processes of their own, with time limits.
+test-all: WORKERS := 2
 .PHONY: test-all
 test-all: $(READY) ## run these and all further combinations: hours (ARGS=@tests/ci.txt for what CI runs beyond `make test`)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder -m 'not torture' $(ARGS)
