@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 import hf_zero as zero
 from tests.programs.accessors import full_optimizer_state, set_full_optimizer_state
+from tests.programs.usual import LOWEST
 from tests.random.loops import fits
 from tests.random.models import unwrap
 from tests.random.user import MORE_OPTIMIZERS, OPTIMIZERS, User
@@ -279,7 +281,8 @@ def average(u: User) -> None:
     twin = torch.optim.swa_utils.AveragedModel(u.model)
     for n in range(2):
         u.train(n)
-        twin.update_parameters(u.model)
+        with u.run.unsharded(u.model) if LOWEST else nullcontext():
+            twin.update_parameters(u.model)
     batch = u.batch(5)
     with torch.no_grad(), u.autocast():
         u.see("average", unwrap(twin.eval()(batch.x, batch.ids)))
