@@ -196,10 +196,23 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
                 self._zero_keeping_batches(wire, self._zero_resumed, elastic),
             ):
                 out = super().train(resume_from_checkpoint, *args, **kwargs)
+        except KeyboardInterrupt:
+            if wire.rank == 0:
+                show(self._zero_how_to_continue(), sys.stderr)
+            raise
         finally:
             self._zero_resuming = False
         self._zero_wait_for_save()
         return out
+
+    def _zero_how_to_continue(self) -> str:
+        newest = max(self._zero_series.folders(), default=None, key=lambda folder: int(folder.name.rpartition("-")[2]))
+        if newest is None:
+            return f"hf_zero: interrupted; no checkpoint in {self._zero_output}"
+        return (
+            f"hf_zero: interrupted; the newest checkpoint is {newest}. Continue with "
+            f'trainer.train(resume_from_checkpoint="{LATEST}")'
+        )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Skip training if the checkpoint is at the last step; the stock code would take one more."""

@@ -264,6 +264,21 @@ def test_the_batch_size_that_was_found_is_saved(tmp_path: Path, capsys: pytest.C
     assert steps_in(tmp_path / "zero_steps.jsonl")[0]["about"]["batch_per_rank"] == 1
 
 
+class Interrupts(TrainerCallback):
+    """Ctrl-C in the third step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_names_the_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, [Interrupts()], save_strategy="steps", save_steps=2)
+    text = capsys.readouterr().err
+    assert f"the newest checkpoint is {tmp_path / 'checkpoint-2'}. Continue with trainer.train(" in text
+
+
 def test_latest_says_that_it_starts_fresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, [], resume="latest", max_steps=2)  # type: ignore[arg-type]
     assert f"no checkpoint in {tmp_path}: training starts from the beginning" in capsys.readouterr().err
