@@ -90,7 +90,7 @@ class Staging:
             self.root = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
             with contextlib.suppress(FileNotFoundError):  # removed as a left-over before it was locked
                 self._lock = _Lock(self.root)
-                if self._lock.take() is not False and self.root.exists():
+                if self._lock.acquire() is not False and self.root.exists():
                     return
 
     def _remove_left_overs(self, prefix: str) -> None:
@@ -256,7 +256,7 @@ class _Lock:
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
-    def take(self) -> bool | None:
+    def acquire(self) -> bool | None:
         """Return whether the lock was free; None: the file system has no locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -281,7 +281,7 @@ def _remove_dead(roots: Iterable[Path]) -> list[Path]:
         with contextlib.suppress(OSError):  # gone, a link, or another user's
             lock = _Lock(root)
             try:
-                free = lock.take()
+                free = lock.acquire()
                 if free:
                     shutil.rmtree(root, ignore_errors=True)
                 elif free is False:  # without locks a live job cannot be told from a dead one

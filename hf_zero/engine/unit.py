@@ -21,7 +21,7 @@ from torch.autograd import profiler
 
 from ..comm.inflight import DONE, Inflight
 from ..errors import StateError, TierError
-from ..tiers.disk import settle
+from ..tiers.disk import wait_for_transfers
 from ..tiers.tier import Tier
 from .bucket import have_local
 from .context import Context
@@ -92,7 +92,7 @@ class Unit:
         for span in self.spans:
             span.open(f"gathering unit {self.name!r}")
         if not self._is_whole:
-            settle()
+            wait_for_transfers()
         self._is_whole = False
         self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
         if not self._uses_disk:
@@ -124,7 +124,7 @@ class Unit:
     def _wait(self) -> None:
         if self._uses_disk and not self._gathers:
             if not self._is_whole:
-                settle()
+                wait_for_transfers()
                 self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
             self._is_whole = False
             self._send()
@@ -260,7 +260,7 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Wait for everything under way and forget all gradients, after a backward that failed."""
-        settle()  # what a disk still writes, the next backward writes again
+        wait_for_transfers()  # what a disk still writes, the next backward writes again
         for transfer in (*self._gathers, *(move for _, move, _, _ in self._reduces)):
             transfer.close()
         self._reduces = []

@@ -26,8 +26,9 @@ def check_shard_arguments(model: Any, optimizer: Any, config: Any) -> None:
         ),
     ):
         if not isinstance(found, kind):
+            shown = " ".join(repr(found).split())  # in one line
             raise ConfigError(
-                f"{name} must be {wanted}, found {found!r:.80}. Call zero.shard(model, optimizer, zero.ZeroConfig(stage=3))"
+                f"{name} must be {wanted}, found {shown:.80}. Call zero.shard(model, optimizer, zero.ZeroConfig(stage=3))"
             )
 
 

@@ -148,7 +148,7 @@ class Activations(Observer):
         for handle in self._handles:
             handle.remove()
         self._undo.close()
-        self._settle()
+        self._wait_for_last_copy()
         self._reclaim(waits=True)
         self._buffers.close()
 
@@ -175,7 +175,7 @@ class Activations(Observer):
         if self._depth:
             return
         self._undo.close()
-        self._settle()
+        self._wait_for_last_copy()
         for reference in self._writing:  # a disk that fails is an error of this pass
             if (kept := reference()) is not None:
                 self._land(kept)
@@ -221,7 +221,7 @@ class Activations(Observer):
             return tensor if outer is None else (outer[1], outer[0](tensor))
 
     def _leave(self, tensor: Tensor, where: Any) -> Kept:
-        self._settle()
+        self._wait_for_last_copy()
         self._reclaim()
         kept = Kept(tensor, self._dropped, self._last())
         if self._tier == "disk":
@@ -234,7 +234,7 @@ class Activations(Observer):
         self._last = weakref.ref(kept)
         return kept
 
-    def _settle(self) -> None:
+    def _wait_for_last_copy(self) -> None:
         """Let the device wait for the last copy to the host, so that its source may be freed or written."""
         if self._leaving is None:
             return
@@ -287,7 +287,7 @@ class Activations(Observer):
             return unpack(inner)
         if not isinstance(packed, Kept):
             return packed
-        self._settle()
+        self._wait_for_last_copy()
         if packed.is_stale:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the input "

@@ -53,7 +53,7 @@ class _Workers:
         self._live[job] = self._waiting[job] = None
         self._queue.put(job)
 
-    def settle(self) -> None:
+    def wait_for_calls(self) -> None:
         for job in list(self._waiting):  # Ctrl-C may have come before it was queued
             self._queue.put(job)
         for job in list(self._live):
@@ -94,12 +94,12 @@ def submit(call: Callable[[], None]) -> Call:
     return job
 
 
-def settle() -> None:
+def wait_for_transfers() -> None:
     """Wait until all transfers so far have ended, also those whose caller Ctrl-C kept from waiting.
 
     They use memory that may be freed, or written again, after this.
     """
-    _WORKERS.settle()
+    _WORKERS.wait_for_calls()
 
 
 def inflight(jobs: Sequence[Call], meter: Meter, kind: str) -> Inflight:

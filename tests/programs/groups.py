@@ -310,32 +310,30 @@ def schedule_free_read_at_once(run: Run) -> None:
         run.optimizer.train()
 
 
-@program(
-    only={**IN_MEMORY, "stage": (3,), "replicas": (1,)},
-    refused=(Refused(zero.StateError, "neither write can count alone", is_released),),
-)
-def written_on_both_sides(run: Run) -> None:
+def _on_both_sides(run: Run, write: Callable[[nn.Parameter], object]) -> None:
     """Parameters that are copies, and the optimizer's tensors: neither write can count alone."""
     model = run.trained_model(Odd)
     run.step(0)
     with run.unsharded(model), torch.no_grad():
         model.last.weight.fill_(0.5)
         for param in of_groups(run):
-            param.mul_(2.0)
+            write(param)
 
 
-@program(
-    only={**IN_MEMORY, "stage": (3,), "replicas": (1,)},
-    refused=(Refused(zero.StateError, "neither write can count alone", is_released),),
-)
-def moved_on_both_sides(run: Run) -> None:
-    """As above, where the optimizer's tensors get other memory."""
-    model = run.trained_model(Odd)
-    run.step(0)
-    with run.unsharded(model), torch.no_grad():
-        model.last.weight.fill_(0.5)
-        for param in of_groups(run):
-            param.data = param * 2.0
+def _doubled_elsewhere(param: nn.Parameter) -> None:
+    param.data = param * 2.0
+
+
+for _name, _write in {
+    "written_on_both_sides": lambda param: param.mul_(2.0),
+    "moved_on_both_sides": _doubled_elsewhere,
+}.items():
+    program(
+        partial(_on_both_sides, write=_write),
+        name=_name,
+        only={**IN_MEMORY, "stage": (3,), "replicas": (1,)},
+        refused=(Refused(zero.StateError, "neither write can count alone", is_released),),
+    )
 
 
 @program(only=IN_MEMORY)
