@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero import LayoutError, StateError, ZeroConfig
+from hf_zero import ConfigError, LayoutError, StateError, ZeroConfig
 from hf_zero.engine import shard
 from tests.kit.pool import RankPool, on_ranks
 from tests.models import mlp
@@ -67,5 +67,7 @@ def test_what_the_core_refuses(rank: int, world: int) -> None:
     with pytest.raises(LayoutError, match="not one of the sharded model"):
         shard(model, other, ZeroConfig(stage=3))
     shard(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeroConfig(stage=3))
+    with pytest.raises(ConfigError, match="sharded already"):
+        shard(model, None, ZeroConfig(stage=3))
     with pytest.raises(StateError, match="sharded over the ranks"):
         model[0].weight.sum()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_zero import ConfigError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
+from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import Engine, shard
 from hf_zero.optimizers.facts import state_tensors
 from hf_zero.optimizers.kinds import Kind, kind_of, state_bytes
@@ -230,3 +230,11 @@ def test_groups_keep_names_of_parameters_that_move() -> None:
     assert torch.equal(model[0].weight, before)  # the rate of its new group is 0
     assert optimizer.param_groups[0]["param_names"] == ["m.2.weight", "m.2.bias", "m.0.weight", "m.0.bias"]
     engine.detach()
+
+
+def test_full_matrices_cannot_be_bound_to_partitioned_elements(trained: Any) -> None:
+    model, optimizer, engine = trained
+    with pytest.raises(LayoutError, match="needs full matrices"):
+        engine.bind(own.Layerwise(model.parameters()))
+    backward(model)
+    optimizer.step()  # what was refused has left no trace

@@ -54,6 +54,7 @@ class Signs(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, eps=1e-3),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=torch.tensor(0.01), eps=1e-3),
     "Signs": Signs,
 }

@@ -346,3 +346,27 @@ def tbptt(run: Run) -> None:
         model.o(h).square().mean().backward()
         h = h.detach()
         run.update()
+
+
+class Slotted:
+    """Holds a tensor where no search finds it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class OpaqueBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x: Slotted) -> Slotted:
+        return Slotted(x.value + self.inner(x.value))
+
+
+@trained_on(lambda: nn.Sequential(*(OpaqueBlock() for _ in range(3))), tells=lambda row: row.stage == 3)
+def opaque_outputs(run: Run, t: int) -> Tensor:
+    loss: Tensor = run.model(Slotted(run.inputs(t))).value.square().mean()
+    return loss

@@ -91,6 +91,6 @@ _named("by_class_and_a_pattern_inside", ("Mixture", "*.experts.*"), only=STAGE_3
 def saved_and_loaded_by_other_units(run: Run) -> None:
     first = _train(run, ("Mixture",), range(4))
     run.save(first)
-    for others in ((), ("first", "*.experts"), ("Expert",)):
+    for others in ((), ("Mixture",), ("first", "*.experts"), ("Expert",)):
         again = _sharded(run, others)
         run.load(again)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,11 @@ class Output:
     extra: Any = None
 
 
+class Pair(NamedTuple):
+    weight: Tensor
+    other: Tensor
+
+
 Give = Callable[[Tensor], Any]
 GIVES: dict[str, tuple[Give, Callable[[Any], Tensor]]] = {
     "itself": (lambda w: w, lambda out: out),
@@ -43,8 +48,11 @@ GIVES: dict[str, tuple[Give, Callable[[Any], Tensor]]] = {
     "data": (lambda w: w.data, lambda out: out),
     "rows": (lambda w: w[0], lambda out: out.expand(WIDTH, WIDTH)),
     "transposed": (lambda w: w.T, lambda out: out.T),
+    "expand": (lambda w: w.expand(2, WIDTH, WIDTH), lambda out: out[1]),
     "tuple": (lambda w: (w.t(), 3), lambda out: out[0].t()),
+    "dict": (lambda w: {"a": {"b": [w[:]]}}, lambda out: out["a"]["b"][0]),
     "dataclass": (lambda w: Output(w.detach()), lambda out: out.weight),
+    "named_tuple": (lambda w: Pair(w[:], w.detach()), lambda out: out.weight + out.other),
     "object": (lambda w: Output(w.data, [w[1]]), lambda out: out.weight + out.extra[0]),
     "lambda": (lambda w: functools.partial(torch.Tensor.clone, w.detach()), lambda out: out()),
     "numpy": (lambda w: w.detach().numpy(), torch.from_numpy),

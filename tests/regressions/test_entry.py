@@ -7,7 +7,7 @@ import pytest
 from tests.kit.launch import Results, launch
 
 ENTRANCES = [
-    *(f"stock {use} {stage}" for use in ("train", "evaluate", "predict") for stage in (0, 3)),
+    *(f"stock {use} {stage}" for use in ("train", "evaluate", "predict") for stage in (0, 2, 3)),
     "ZeroTrainer",
     "zero_trainer_cls",
     "SFTTrainer",

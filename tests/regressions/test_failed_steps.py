@@ -263,14 +263,14 @@ def half(rank: int, world: int, place: str, folder: str, where: str, is_used: bo
     assert equal(loop.values(), clean.values())
 
 
-@pytest.mark.parametrize("place", ["stage 0", "stage 3", "host", "disk, parameters too", "in backward"])
+@pytest.mark.parametrize("place", ["stage 0", "stage 1", "stage 3", "host", "disk, parameters too", "in backward"])
 def test_half_a_step_is_refused_until_a_checkpoint_is_loaded(two: RankPool, tmp_path: Any, place: str) -> None:
     wheres = {"in backward": ["backward"], "disk, parameters too": ["in the middle"]}
     for where in wheres.get(place, ["before", "in the middle"]):
         two.run(half, place, str(tmp_path), where, True)
 
 
-@pytest.mark.parametrize("place", ["stage 1", "host, parameters too", "disk, parameters too"])
+@pytest.mark.parametrize("place", ["stage 1", "host", "host, parameters too", "disk, parameters too"])
 def test_a_checkpoint_is_loaded_at_once_after_half_a_step(two: RankPool, tmp_path: Any, place: str) -> None:
     two.run(half, place, str(tmp_path), "before", False)
 

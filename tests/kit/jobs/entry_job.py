@@ -186,7 +186,7 @@ def another_port() -> None:
 def counted_wrong(when: str) -> None:
     """Every entrance, before the program opens a process group (accelerate then opens one itself) and after."""
     cases: dict[str, Callable[[], str]] = {}
-    for stage in (0, 3):
+    for stage in (0, 2, 3):
         for use in ("train", "evaluate", "predict"):
             cases[f"stock {use} {stage}"] = partial(trained, stock(stage), use)
     cases["ZeroTrainer"] = partial(trained, of_flags(zero.ZeroTrainer))
