@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Loading:
         folder: the checkpoint.
         manifest: its manifest; None for a plain model folder.
         verifies: whether digests are compared.
+        written: what it has begun to write into the model: `weights`, `states`, or nothing.
 
     Raises:
         CheckpointError: on every rank, with the file: missing, cut short, altered, or of another model.
@@ -56,6 +58,7 @@ class Loading:
             report.mine = "" if self.manifest is None else digest_of(self.manifest.to_bytes())
         same_files(report.everyone, self._what)
         self.verifies = verify
+        self.written = ""
         self._reader = Reader(self.folder, self.manifest if verify else None)
         if verify:
             with on_all_ranks(wire, self._what):  # the ranks share the files that are not read by range
@@ -79,22 +82,22 @@ class Loading:
     def _find(self, stem: str) -> dict[str, Stored]:
         return find_weights(self.folder, stem, self.manifest, verify=self.verifies).tensors
 
-    @torch.inference_mode(False)  # what it allocates is trained later
     def weights(
         self, parameters: Fillable, model: nn.Module, form: WeightFormat, *, strict: bool, folder: str = ""
-    ) -> Located:
-        """Load parameters into the masters and buffers into the model. The caller updates copies of the masters.
+    ) -> Callable[[], None]:
+        """Check that the weights fit the model.
 
         Args:
             parameters: of the model.
-            model: the model.
             form: the names of its weights.
             strict: raise unless keys and shapes are exactly the model's.
             folder: inside the checkpoint, of a further model.
 
         Returns:
-            What was found, and what is missing or unexpected.
+            A function that loads parameters into the masters and buffers into the model, a collective. The caller updates
+            copies of the masters.
         """
+        self.written = ""
         with on_all_ranks(self._wire, self._what) as report:
             stored = {
                 prefix + key: place
@@ -111,7 +114,15 @@ class Loading:
                     f"{len(located.mismatched)} of another shape {wrong}. Pass strict=False to load what fits"
                 )
         same_files(report.everyone, self._what)
-        with torch.no_grad(), on_all_ranks(self._wire, self._what):
+        return partial(self._load_weights, parameters, model, stored, located)
+
+    @torch.inference_mode(False)  # what it allocates is trained later
+    @torch.no_grad()
+    def _load_weights(
+        self, parameters: Fillable, model: nn.Module, stored: Mapping[str, Stored], located: Located
+    ) -> None:
+        self.written = "weights"
+        with on_all_ranks(self._wire, self._what):
             places = {
                 name: [Extent(stored[p.source], p.source_start, p.start, p.numel) for p in pieces]
                 for name, pieces in located.pieces.items()
@@ -132,7 +143,6 @@ class Loading:
                 else:
                     buffers[name].copy_(value)
             self._reader.close()
-        return located
 
     def tensors(self, stem: str, free_bytes: int) -> dict[str, Tensor]:
         """Read all tensors of `stem` (see `find_weights`) to CPU memory. No communication.
@@ -173,10 +183,9 @@ class Loading:
                 raise CheckpointError(f"{path}: {entry.key} is the state of a parameter that is in no group")
         return path, index
 
-    @torch.inference_mode(False)  # what it allocates is trained later
-    def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> None:
-        """Load the optimizer's state and its groups' options."""
-        with torch.no_grad(), on_all_ranks(self._wire, self._what):
+    def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> Callable[[], None]:
+        """Check the optimizer's state and its groups' options. Returns what loads them, a collective."""
+        with on_all_ranks(self._wire, self._what):
             if not self.has_optimizer(folder) or self.manifest is None:
                 raise CheckpointError(
                     f"{self.folder} holds no optimizer state ({folder}/{OPTIMIZER_INDEX}): it was saved without, or not by "
@@ -223,14 +232,21 @@ class Loading:
                 for spec, is_whole in optimizer.parameters()
                 if spec.name in entries
             }
-            self._reader.read(
-                Range(states[state][name], piece.start, piece.source)
-                for state, (name, piece) in optimizer.allocate(saved)
-            )
-        # Must follow the block, which raises on all ranks or none: options and states change only if every
-        # rank has read all of them.
-        with torch.no_grad():
+
+        @torch.inference_mode(False)  # what it allocates is trained later
+        @torch.no_grad()
+        def load() -> None:
+            self.written = "states"
+            with on_all_ranks(self._wire, self._what):
+                self._reader.read(
+                    Range(states[state][name], piece.start, piece.source)
+                    for state, (name, piece) in optimizer.allocate(saved)
+                )
+            # Must follow the block, which raises on all ranks or none: options and states change only if every
+            # rank has read all of them.
             optimizer.put(options)
+
+        return load
 
 
 def _options(

@@ -228,7 +228,7 @@ class BoundOptimizers:
         """
         self._context.wire.watch.phase = "what follows a step that raised"
         if written is not None:
-            self._context.failure = written
+            self._context.fail_step(written)
         if any(each.optimizer is optimizer for each in self.bindings):
             self._pause(optimizer)
 

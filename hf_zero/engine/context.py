@@ -38,7 +38,8 @@ class Context:
         units: in registration order.
         kept: indices of units that stay gathered from a forward to its backward. The same on every rank.
         flags_mark: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
-        failure: set while a step writes; stays set where one was left half done. See `check`.
+        failure: what was left half done: a step, or a load. See `check`.
+        mixes_states: that has left optimizer states of two moments, too.
         hides_host_gradients: an optimizer's own step runs. It must not see gradients of masters in host memory.
         away: states are in host memory for a while (`Away`).
         has_updated: with `step_in_backward`, units were updated since the last step.
@@ -62,6 +63,7 @@ class Context:
     kept: frozenset[int] = frozenset()
     flags_mark: int = 0
     failure: str | None = None
+    mixes_states: bool = False
     hides_host_gradients: bool = False
     away: bool = False
     has_updated: bool = False
@@ -83,20 +85,28 @@ class Context:
     def check(self) -> None:
         """
         Raises:
-            StateError: an optimizer's step was left half done; the values are neither the old ones nor the new ones. Or
-                states are in host memory.
+            StateError: a step or a load was left half done; the values are neither the old ones nor the new ones. Or states
+                are in host memory.
         """
         if self.away:
             raise StateError("the model's states are in host memory. Call engine.reload_states() first")
         if self.failure is not None:
             raise StateError(
-                f"an optimizer's step stopped half-way ({self.failure}): some values are of the step before, some of this "
-                "one. Load a checkpoint (engine.load), or stop"
+                f"{self.failure}: some values are old, and some are new. Load a checkpoint (engine.load), or stop"
             )
 
+    def fail_step(self, why: str) -> None:
+        """Refuse the model from now on: a step was left half done."""
+        self.failure, self.mixes_states = f"an optimizer's step stopped half-way ({why})", True
+
+    def fail_load(self, why: str, *, of_states: bool) -> None:
+        """Refuse the model until a load ends: this one stopped in weights, or in an optimizer's states."""
+        self.failure = f"a load stopped half-way ({why})"
+        self.mixes_states = self.mixes_states or of_states
+
     def forget_failure(self) -> None:
-        """Forget a failed step: all values were written again."""
-        self.failure, self._noted, self._severity = None, None, 0
+        """Forget what failed: all values were written again."""
+        self.failure, self.mixes_states, self._noted, self._severity = None, False, None, 0
         self.has_updated = False
 
     @contextmanager
@@ -170,7 +180,7 @@ class Context:
             if half_done:
                 if self.failure is not None:
                     self.check()  # the first failure is the reason of the later ones
-                self.failure = f"{type(error).__name__}: {error}"
+                self.fail_step(f"{type(error).__name__}: {error}")
             raise error
         known = error if isinstance(error, ZeroError) else TierError(f"{type(error).__name__}: {error}")
         self._noted = self._noted or known
@@ -198,5 +208,5 @@ class Context:
                     raise TierError(str(error)) from error
         except ZeroError as raised:
             if agreed > 1:
-                self.failure = str(raised)
+                self.fail_step(str(raised))
             raise

@@ -315,7 +315,7 @@ class Engine:
             event()
 
     def prepare_load(self) -> None:
-        """As `quiesce`, before all masters and states are written: a step that was left half done does not matter."""
+        """As `quiesce`, before all masters and states are written: what was left half done before does not matter."""
         self.context.refuse_unsharded("load")
         if self.context.away:
             self.context.check()
@@ -341,7 +341,7 @@ class Engine:
         self.context.check()
 
     def forget_failure(self) -> None:
-        """Forget a step that was left half done: all masters and states were loaded."""
+        """Forget what was left half done: all masters were loaded, and states where these were mixed."""
         self.context.forget_failure()
         if self.stepper is not None:
             self.stepper.forget()
@@ -423,7 +423,8 @@ class Engine:
             strict: the folder must have every parameter and persistent buffer, nothing else, in equal shapes.
 
         Raises:
-            CheckpointError: on every rank; names the file and what is wrong. The model may have part of it: load another one.
+            CheckpointError: on every rank; names the file and what is wrong. If the model has part of it, all uses but another
+                load raise `StateError`.
         """
         self.prepare_load()
         self.wait_for_save()

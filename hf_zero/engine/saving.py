@@ -108,15 +108,32 @@ def load(
             raise StateError("load: the engine has no optimizer; call engine.bind(optimizer) first")
         wanted = False
     optimizers = [engine.optimizer_state(each) for each in engine.optimizers] if wanted else []
-    try:
-        loading.weights(ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict)
-        for index, state in enumerate(optimizers):
-            loading.optimizer(state, folder=optimizer_folder(index))
-    finally:
-        engine.refresh()  # masters were written, also where that failed half-way
-    if wanted or not engine.optimizers:
+    with filling(engine, loading):
+        # All checks first: what does not fit changes nothing.
+        loads = [loading.weights(ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict)]
+        loads += [loading.optimizer(state, folder=optimizer_folder(index)) for index, state in enumerate(optimizers)]
+        for each in loads:
+            each()
+    if wanted or not (engine.optimizers and engine.context.mixes_states):
         engine.forget_failure()
     take_objects(loading, wire, objects or {}, free_host_bytes)
+
+
+@contextmanager
+def filling(engine: Engine, loading: Loading) -> Iterator[None]:
+    """Write masters and an optimizer's states inside. What is gathered follows at the end. A collective.
+
+    `engine.prepare_load` must come before. Where the block stops half-way, the model is refused until another load ends.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if loading.written:
+            why = f"{loading.folder}: {type(error).__name__}"
+            engine.context.fail_load(why, of_states=loading.written == "states")
+        raise
+    finally:
+        engine.refresh()
 
 
 def outline(context: Context) -> dict[str, Any]:

@@ -480,7 +480,7 @@ class Schedule:
             self._lost = f"a backward of this step raised: its gradients are gone{others}"
             self._has_run = not self._is_first
             if self.context.has_updated:
-                self.context.failure = "a backward raised after step_in_backward had updated some units"
+                self.context.fail_step("a backward raised after step_in_backward had updated some units")
             self.reduces.drop()
             self._walk = Walk()
             self.tape.clear()

@@ -33,7 +33,7 @@ from ..comm.agree import on_all_ranks
 from ..core.instance import replaced
 from ..core.layout import Extent
 from ..engine.pieces import ParameterPieces
-from ..engine.saving import open_saving, put_weights
+from ..engine.saving import filling, open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from ..tiers.array import fetch, flat_of
@@ -306,11 +306,9 @@ class ZeroStateMixin(AcceleratorBase):
 
 def _load_weights(loading: Loading, engine: Engine, strict: bool, folder: str) -> None:
     engine.prepare_load()
-    try:
+    with filling(engine, loading):
         pieces, form = ParameterPieces(engine.units), format_of(engine.model)
-        loading.weights(pieces, engine.model, form, strict=strict, folder=folder)
-    finally:
-        engine.refresh()
+        loading.weights(pieces, engine.model, form, strict=strict, folder=folder)()
 
 
 class _Everything:
@@ -339,7 +337,7 @@ def _load_unsharded(loading: Loading, model: nn.Module, strict: bool, folder: st
     ):
         form = StateDictFormat(model)  # adapters that were saved without an engine, with their base
     everything = _Everything(model)
-    loading.weights(everything, model, form, strict=strict, folder=folder)
+    loading.weights(everything, model, form, strict=strict, folder=folder)()
     everything.put()
 
 

@@ -20,6 +20,7 @@ from ..checkpoint.save import Saving, is_ours
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
 from ..core.instance import replaced
+from ..engine.saving import filling
 from ..errors import CheckpointError, OutOfMemoryError
 from ..params.engine import Engine
 from .stock import serving
@@ -63,10 +64,8 @@ def hand_in(saving: Saving, wire: Wire) -> None:
 def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str) -> None:
     """Load a bound optimizer's state, and masters of higher precision than the weights."""
     engine.prepare_load()
-    try:
-        loading.optimizer(engine.optimizer_state(optimizer), folder=folder)
-    finally:
-        engine.refresh()
+    with filling(engine, loading):
+        loading.optimizer(engine.optimizer_state(optimizer), folder=folder)()
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

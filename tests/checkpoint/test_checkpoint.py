@@ -267,6 +267,7 @@ def without(rank: int, world: int, folder: Path) -> None:
         with pytest.raises(zero.CheckpointError, match=f"state of AdamW.*optimizer is {other.__name__}"):
             engine.load(folder / "all")
         assert optimizer.param_groups[0]["lr"] == 1e-4
+        train(model, optimizer, rank)  # nothing was written
         engine.load(folder / "all", load_optimizer=False)
     torch.manual_seed(9)
     model = Zoo()
@@ -335,6 +336,35 @@ def unverified(rank: int, world: int, folder: Path) -> None:
 
 def test_without_verifying_bytes_are_taken_as_they_are(two, tmp_path):
     two.run(unverified, tmp_path / "out")
+
+
+def half_loaded(rank: int, world: int, folder: Path) -> None:
+    model, optimizer, engine = build()
+    train(model, optimizer, rank)
+    for name in ("good", "weights", "states"):
+        engine.save(folder / name)
+    if rank == 0:
+        flip(folder / "weights" / "model.safetensors")
+        flip(folder / "states" / "optimizer" / "exp_avg.safetensors")
+    expected = {name: zero.full_parameter(param) for name, param in model.named_parameters()}
+    for damaged, repairs in (("weights", {"load_optimizer": False}), ("weights", {}), ("states", {})):
+        train(model, optimizer, rank)
+        with pytest.raises(zero.CheckpointError, match="is damaged"):
+            engine.load(folder / damaged)
+        if damaged == "states":
+            engine.load(folder / "good", load_optimizer=False)
+        for use in (lambda: train(model, optimizer, rank), lambda: engine.save(folder / "mixed"), model.state_dict):
+            with pytest.raises(zero.StateError, match=rf"a load stopped half-way \(.*{damaged}.*Load a checkpoint"):
+                use()
+        engine.load(folder / "good", **repairs)
+        same({name: zero.full_parameter(param) for name, param in model.named_parameters()}, expected, damaged)
+    with pytest.raises(zero.CheckpointError, match="nowhere is not a folder"):
+        engine.load(folder / "nowhere")
+    train(model, optimizer, rank)
+
+
+def test_after_a_load_that_stopped_half_way_all_but_a_load_is_refused(two: Any, tmp_path: Path) -> None:
+    two.run(half_loaded, tmp_path)
 
 
 def test_sizes_are_read_as_people_write_them():
