@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.models import Odd, adamw
+from tests.models import Odd, adamw, mlp
 from tests.oracle import Run, program
 from tests.programs.accessors import (
     full_gradient,
@@ -384,3 +384,16 @@ def set_after_a_forward(run: Run) -> None:
 @program(reference="average", only={"stage": (1, 2), "replicas": (1,), **FP32})
 def set_where_full_parameters_stay(run: Run) -> None:
     _set_after_a_forward(run)
+
+
+@program(
+    reference="average",
+    only={"stage": (3,), "tier": ("cpu/cpu", "disk/disk", "cpu/disk", "disk/cpu"), "precision": ("bf16",)},
+)
+def set_in_the_middle_of_a_slice(run: Run) -> None:
+    """Forwards gather from another copy than the master, which follows."""
+    model = run.trained_model(lambda: nn.Sequential(*(mlp(depth=3) for _ in range(3))))
+    run.step(0)
+    for param in [*model.parameters()][2::4]:  # at other places of their units
+        set_full_parameter(run, param, torch.full(param.shape, 0.25))
+    run.loop(steps=2)

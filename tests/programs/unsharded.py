@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.models import adamw, gpt2
 from tests.oracle import Run, program
+from tests.programs.accessors import full_parameter
 from tests.programs.usual import is_sharded, see_weights, without_memory
 
 RANKS = {"ranks": (1, 2, 3)}
@@ -157,3 +158,15 @@ def unsharded_before_sharding(run: Run) -> None:
             pass
 
     run.refuses(zero.StateError, r"(born|created) under zero\.Init", enter)
+
+
+@program(reference="average", only={"precision": ("bf16",)})
+def digits_of_what_is_not_written_inside(run: Run) -> None:
+    """Parameters in the compute dtype show rounded values; masters of those that stay as they are keep all digits."""
+    model = run.mlp()
+    run.step(0)
+    expected = {name: full_parameter(run, param).clone() for name, param in model.named_parameters()}
+    with run.unsharded(model, in_compute_dtype=True), torch.no_grad():
+        model[0].weight[3, 5] = expected["0.weight"][3, 5] = 0.5
+    now = {name: full_parameter(run, param) for name, param in model.named_parameters()}
+    run.see([name for name in now if not torch.equal(now[name], expected[name])], "differing")
