@@ -9,7 +9,7 @@ that the model itself uses in float32, if `ZeroConfig.full_precision` or a trans
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -197,8 +197,3 @@ def _kept_by_class(
         return set()
     wanted = re.compile("|".join(f"(?:{text.replace('*', '.*')})" for text in sorted(texts)))
     return {param for param, own in names.items() if any(wanted.search(name) for name in own)}
-
-
-def patterns_of(names: Iterable[str]) -> list[str]:
-    """Return the names with numbers replaced by `*`, each once; usable as `full_precision`."""
-    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in names))

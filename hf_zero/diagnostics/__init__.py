@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from ..config import ZeroConfig
 from ..engine.observer import Observer
-from .equal import SameValues
-from .finite import Finite
+from .debug import Finite, SameValues
 from .options import SameOptions
 from .recorder import Records
-from .rounded import Rounded
 
 
 def observers(config: ZeroConfig) -> list[Observer]:
     """Return new observers for one engine."""
-    found: list[Observer] = [SameOptions(), Records(), Rounded()]
-    if config.debug:
-        found += [SameValues(), Finite()]
-    return found
+    return [SameOptions(), Records(), *([SameValues(), Finite()] if config.debug else [])]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +12,6 @@ from torch import Tensor
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..errors import RankMismatchError
-from .differences import Named, refuse_difference
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
 _PLAIN = _NUMBERS | {tuple}
@@ -62,8 +63,8 @@ class SameOptions(Observer):
             self._mark = zlib.crc32(repr(self._named()).encode())
         return self._mark
 
-    def _named(self) -> dict[Named, Any]:
-        out: dict[Named, Any] = {}
+    def _named(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
         bindings = self._engine.bindings
         for binding in bindings:
             which = f" of optimizer {binding.index}" if len(bindings) > 1 else ""
@@ -74,7 +75,7 @@ class SameOptions(Observer):
                     self._may_change_in_place = self._may_change_in_place or type(value) not in _PLAIN
                     found = plain(value)
                     if found is not None:
-                        out["option", f"{key!r} of the optimizer's group {number}{which}"] = found[0]
+                        out[f"{key!r} of the optimizer's group {number}{which}"] = found[0]
         return out
 
 
@@ -88,3 +89,30 @@ def plain(value: Any) -> tuple[Any] | None:
         inner = [plain(each) for each in value]
         return None if None in inner else ([each[0] for each in inner if each is not None],)
     return None
+
+
+def refuse_difference(everyone: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Compare what the ranks have under the same names; a rank may lack a name. Values are plain, digests are bytes.
+
+    Raises:
+        RankMismatchError: two ranks differ; the message has the first difference.
+    """
+    for name in dict.fromkeys(name for mine in everyone for name in mine):
+        found = {rank: mine[name] for rank, mine in enumerate(everyone) if name in mine}
+        counted = Counter(map(repr, found.values()))
+        if len(counted) == 1:
+            continue
+        usual = next(rank for rank in found if repr(found[rank]) == counted.most_common(1)[0][0])
+        odd = [rank for rank in found if repr(found[rank]) != repr(found[usual])]
+        is_digest = isinstance(found[usual], bytes)
+        shown = "" if is_digest else f" ({found[usual]!r} on rank {usual}, {found[odd[0]]!r} on rank {odd[0]})"
+        raise RankMismatchError(
+            f"ranks differ in step {step}: {name} is not on {ranks_text(odd)} what it is on rank {usual}{shown}. Set and write "
+            "it on every rank alike (torch counts no writes through `.data`), or, a parameter, inside "
+            "zero.GatheredParameters(params, modifier_rank=0)"
+        )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 1`, or `ranks 1, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,8 @@ FORMAT = 1
 GIB = 1 << 30
 RECENT = 64
 """Number of steps whose medians a report shows."""
+MOST_UNLOGGED = 1000
+"""Number of steps whose means `Recorder.logs` returns at most."""
 
 
 def batch_of(inputs: tuple[Any, ...], keywords: Mapping[str, Any], main_input: str) -> tuple[int, int]:
@@ -62,17 +64,6 @@ def rates(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     names = ("seconds", "samples", "tokens")
     seconds, samples, tokens = (statistics.median([value_at(step, name) for step in steps] or [0]) for name in names)
     return (samples / seconds, tokens / seconds) if seconds else (0.0, 0.0)
-
-
-def _logged(step: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a recorded step of which a log has the mean."""
-    waits, sent = step["wait_s"], step["bytes"]
-    return {
-        "step_s": step["seconds"],
-        "wait_s": sum(waits.values()),
-        "wait_collectives_s": sum(waits[name] for name in COLLECTIVES),
-        "sent_gib": sum(sent[name] for name in COLLECTIVES) / GIB,
-    }
 
 
 class Recorder:
@@ -117,12 +108,8 @@ class Recorder:
         if folder is not None:
             self._open(Path(folder))
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self._unlogged = 0
+        self._unlogged: deque[dict[str, Any]] = deque(maxlen=MOST_UNLOGGED)
         """Steps since the last call of `logs`."""
-        self._sums: Counter[str] = Counter()
-        """Sums over the steps since the last call of `logs`, by metric."""
-        self._highest: Counter[str] = Counter()
-        """Highest bytes of the steps since the last call of `logs`, by tier."""
         self._started = time.perf_counter()
         self._ended: float | None = None
         self._began: float | None = None
@@ -183,10 +170,7 @@ class Recorder:
             for kind, value in kinds.items():
                 self.peak[name][kind] = max(self.peak[name].get(kind, 0), value)
         self._recent.append(self.last)
-        self._unlogged += 1
-        self._sums.update(_logged(self.last))
-        for tier in TIERS:
-            self._highest[tier.value] = max(self._highest[tier.value], counted.peak[tier.value].get("all", 0))
+        self._unlogged.append(self.last)
         self._write()
         self._forwards = self._evaluations = self._samples = self._tokens = 0
 
@@ -214,13 +198,20 @@ class Recorder:
         """Return metrics of the steps since the last call, for a logger: peak GiB, seconds and GiB sent per step."""
         if not self._unlogged:
             return {}
-        out = {f"{name}_gib": value / GIB for name, value in self._highest.items()}
+        steps = [*self._unlogged]
+        self._unlogged.clear()
+        out = {
+            f"{tier.value}_gib": max(value_at(step, "peak", tier.value, "all") for step in steps) / GIB
+            for tier in TIERS
+        }
         out |= {f"{name.replace(' ', '_')}_gib": value / GIB for name, value in self.last["process"].items()}
-        out |= {name: value / self._unlogged for name, value in self._sums.items()}
-        self._unlogged = 0
-        self._sums.clear()
-        self._highest.clear()
-        return out
+        means = {
+            "step_s": [step["seconds"] for step in steps],
+            "wait_s": [sum(step["wait_s"].values()) for step in steps],
+            "wait_collectives_s": [sum(step["wait_s"][name] for name in COLLECTIVES) for step in steps],
+            "sent_gib": [sum(step["bytes"][name] for name in COLLECTIVES) / GIB for step in steps],
+        }
+        return out | {name: statistics.mean(values) for name, values in means.items()}
 
     # The file ---------------------------------------------------------------------------------------------------------
 
@@ -229,9 +220,7 @@ class Recorder:
         self.path = folder / ("zero_steps.jsonl" if rank == 0 else f"zero_steps.rank{rank}.jsonl")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # The folder may come from others: following a link there would append to its target.
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab+", buffering=0)
+            self._file = self.path.open("ab+", buffering=0)
             if self._file.tell():
                 self._file.seek(-1, os.SEEK_END)
                 if self._file.read(1) != b"\n":  # a killed run left half a line

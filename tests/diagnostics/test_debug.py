@@ -142,8 +142,7 @@ FAULTS: dict[str, tuple[Callable[[Run], None], str, str]] = {
     "write": (
         write,
         MISMATCH,
-        rf"step {AT}: parameter 'blocks.1.up.weight' of unit 'blocks.1' is not on rank 1 what it is on rank 0. It was "
-        rf"written on rank 1 since the last step|step {AT}: parameter 'blocks.1.up.weight' (of unit 'blocks.1' )?is not",
+        rf"step {AT}: parameter 'blocks.1.up.weight' (of unit 'blocks.1' )?is not",
     ),
     "lr": (lr, MISMATCH, rf"step {AT}: 'lr' of the optimizer's group 1 .* \(0.1 on rank 0, 0.2 on rank 1\)"),
     "option": (option, MISMATCH, rf"step {AT}: 'kept' of the optimizer's group 1 .* \(0.0 on rank 0, 1.0 on rank 1\)"),
@@ -160,31 +159,34 @@ FAULTS: dict[str, tuple[Callable[[Run], None], str, str]] = {
     "buffer": (
         buffer,
         MISMATCH,
-        rf"step {AT}: buffer 'scale' \(float32 \(8,\)\) is not on rank 1 .*written through `.data`",
+        rf"step {AT}: buffer 'scale' \(float32 \(8,\)\) is not on rank 1 .*through `.data`",
     ),
     "batch": (
         batch,
         NUMBERS,
-        rf"step {AT}, on rank 0: the gradient of .*First seen on rank 1 in forward: the model's inputs \(this rank's batch\) "
+        rf"step {AT}, on rank 0: the gradient of .*First seen on rank 1: the model's inputs \(this rank's batch\) "
         "have NaN; on rank 0 all was finite until gradients were averaged",
     ),
     "loss": (
         loss,
         NUMBERS,
-        rf"step {AT}, .*First seen on rank 1 in backward: the gradient that backward begins with, at the model's output, is "
-        "NaN; on rank 0 all was finite",
+        rf"step {AT}, .*First seen on rank 1: this rank's own gradient of .* is NaN; on rank 0 all was finite",
     ),
     "output": (
         output,
         NUMBERS,
-        rf"step {AT}, .*First seen on rank 0 in forward: the output of unit 'blocks.1' is \w+, of finite inputs and parameters",
+        rf"step {AT}, .*First seen on rank 0: the output of unit 'blocks.1', of finite inputs, is \w+",
     ),
     "backward": (
         backward,
         NUMBERS,
-        rf"step {AT}, .*First seen on rank 1 in backward: .*of unit 'blocks.1' .*on rank 0 all was",
+        rf"step {AT}, .*First seen on rank 1: .*of unit 'blocks.1' .*on rank 0 all was",
     ),
-    "gradient": (gradient, NUMBERS, rf"step {AT}, .*'head.bias' of unit .* is NaN. .*finite after the reduction"),
+    "gradient": (
+        gradient,
+        NUMBERS,
+        rf"step {AT}, .*'head.bias' of unit .* is NaN. .*changed gradients after the reduction",
+    ),
     "update": (update, NUMBERS, rf"step {AT}, .*Its gradient was finite: the step of AdamW made it"),
 }
 """Name -> fault, class of the error, what it says."""
@@ -261,9 +263,7 @@ def check(answers: list[dict[str, tuple[str, str, int]]]) -> None:
 )
 def test_faults_are_named_on_every_rank(two, stage):
     config = zero.ZeroConfig(stage=stage, debug=True)
-    answers = two.run(catch, tuple(FAULTS), config, "no", 1)
-    check(answers)
-    assert stage == 3 or "It was written on rank 1 since the last step" in answers[0]["write"][1]
+    check(two.run(catch, tuple(FAULTS), config, "no", 1))
 
 
 @pytest.mark.parametrize(
