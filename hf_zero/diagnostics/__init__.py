@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..config import ZeroConfig
 from ..engine.observer import Observer
-from .debug import Finite, SameValues
+from .debug import Debug
 from .options import SameOptions
 from .recorder import Records
 
 
 def observers(config: ZeroConfig) -> list[Observer]:
     """Return new observers for one engine."""
-    return [SameOptions(), Records(), *([SameValues(), Finite()] if config.debug else [])]
+    return [SameOptions(), Records(), *([Debug()] if config.debug else [])]

@@ -24,16 +24,32 @@ CLOSE, EVERY = 10, 10
 """Weights and buffers are compared in the first `CLOSE` steps, and in one of `EVERY` afterwards."""
 
 
-class SameValues(Observer):
-    """Compares flags, step counts, weights and buffers of one model over the ranks, by fingerprints.
+class Debug(Observer):
+    """Compares values of one model over the ranks by fingerprints, and looks for values that are not finite.
 
-    Values are sent only in `before_step`, where every rank is in every step: numbers of forwards may differ.
+    Looking is local. Ranks exchange what they saw only in `before_step` and `after_step`, where every rank is in every step, so
+    errors are the same on all ranks. Numbers of forwards may differ.
     """
 
     def attach(self, engine: Engine) -> None:
         self._engine, self._context, self._wire = engine, engine.context, engine.context.wire
+        self._step = 0
         self._in_pass: dict[str, bytes] = {}
         """What was equal when it was sent, by name: buffers, and weights that were gathered."""
+        self._first: str | None = None
+        """The place where this rank saw the first value that is not finite and of which the next step has a gradient."""
+        self._is_used = False
+        """A backward has ended since: the value goes with the gradients."""
+        hosts = [(unit, host) for unit in engine.units for host in unit.hosts]
+        self._handles = [
+            host.register_forward_hook(partial(self._after_unit, unit), with_kwargs=True) for unit, host in hosts
+        ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    # Passes -----------------------------------------------------------------------------------------------------------
 
     @property
     def _is_due(self) -> bool:
@@ -50,76 +66,16 @@ class SameValues(Observer):
                 key = f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)})"
                 if key not in self._in_pass:
                     self._in_pass[key] = _print(buffer)
+        self._see("the model's inputs (this rank's batch) have", tensors_in((args, kwargs)))
+
+    def after_forward(self, output: Any) -> None:
+        self._see("the model's output (its loss, where it has one) is", tensors_in(output))
 
     def unit_gathered(self, unit: Unit) -> None:
         if self._context.frees and self._looks:
             for name, span, index in _parameters([unit]):
                 if name not in self._in_pass:
                     self._in_pass[name] = _print(span.view(index))
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare what ranks had in the passes and have now. A collective.
-
-        Raises:
-            RankMismatchError: with the first difference, on every rank.
-        """
-        self._engine.wait_for_host_steps()
-        found: dict[str, Any] = {}
-        for name, span, index in _parameters(self._engine.units):
-            found[f"requires_grad of {name}"] = span.params[index].requires_grad
-        found |= dict(self._counts())
-        # With `step_in_backward` owners have new slices already.
-        if self._is_due and not self._context.frees and not self._context.config.step_in_backward:
-            for name, span, index in _parameters(self._engine.units):
-                found[name] = _print(raw_data(span.params[index]))
-        found |= self._in_pass
-        self._in_pass = {}
-        digest = zlib.crc32(repr(sorted((name, repr(value)) for name, value in found.items())).encode())
-        if len(set(self._wire.exchange(digest))) > 1:
-            refuse_difference(self._wire.exchange(found), self._wire.watch.step)
-
-    def _counts(self) -> Iterator[tuple[str, Any]]:
-        """Yield states of the optimizers that are one value for a parameter (`step`)."""
-        for binding in self._engine.bindings:
-            for segment in (each for group in binding.segments for each in group):
-                span = segment.span
-                if segment.is_matrix and span.layout.shards > 1:
-                    continue  # one owner each: there is nothing to compare
-                for key, value in binding.state_of(segment).items():
-                    has_elements = segment.numel == (value.numel() if isinstance(value, Tensor) else 1)
-                    found = plain(value) if not has_elements or key == "step" else None
-                    if found is not None:
-                        for index in segment.members:
-                            yield f"the optimizer's {key!r} of {_name(span, index)}", found[0]
-
-
-class Finite(Observer):
-    """Looks for values that are not finite, and refuses a step over them.
-
-    Looking is local. In `before_step` and `after_step` the ranks exchange what they saw, so the error is the same on all.
-    """
-
-    def attach(self, engine: Engine) -> None:
-        self._engine, self._wire = engine, engine.context.wire
-        self._first: str | None = None
-        """The place where this rank saw the first such value that the next step has a gradient of."""
-        self._is_used = False
-        """A backward has ended since: the value goes with the gradients."""
-        self._step = 0
-        hosts = [(unit, host) for unit in engine.units for host in unit.hosts]
-        self._handles = [
-            host.register_forward_hook(partial(self._after_unit, unit), with_kwargs=True) for unit, host in hosts
-        ]
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def before_forward(self, args: Any, kwargs: Any) -> None:
-        self._see("the model's inputs (this rank's batch) have", tensors_in((args, kwargs)))
-
-    def after_forward(self, output: Any) -> None:
-        self._see("the model's output (its loss, where it has one) is", tensors_in(output))
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if backward_id() < 0:
@@ -141,15 +97,27 @@ class Finite(Observer):
 
     def after_zero_grad(self) -> None:
         if self._is_used:  # what a forward showed whose backward is to come stays
-            self._clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._first, self._is_used = None, False
+
+    # Steps ------------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the gradients that the optimizer gets. A collective.
+        """Compare what ranks had in the passes and have now; look at the gradients that the optimizer gets. A collective.
 
         Raises:
-            NumericsError: one is not finite; says where that came from.
+            RankMismatchError: with the first difference, on every rank.
+            NumericsError: a gradient is not finite; says where that came from.
         """
+        self._engine.wait_for_host_steps()
         self._step = self._wire.watch.step
+        found = dict(self._alike())
+        self._in_pass = {}
+        digest = zlib.crc32(repr(sorted((name, repr(value)) for name, value in found.items())).encode())
+        if len(set(self._wire.exchange(digest))) > 1:
+            refuse_difference(self._wire.exchange(found), self._step)
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor) and bool(found_inf.sum()):  # a loss scaler's: the optimizer skips this step
             return
@@ -160,6 +128,23 @@ class Finite(Observer):
             "gradients after the reduction"
         )
         self._refuse(_bad(parts, "the gradient of "), lambda seen: f"No weight was changed. {seen or unseen}")
+
+    def _alike(self) -> Iterator[tuple[str, Any]]:
+        """Yield what all ranks must have alike, by name: plain values, and digests of weights and buffers."""
+        for name, span, index in _parameters(self._engine.units):
+            yield f"requires_grad of {name}", span.params[index].requires_grad
+        for binding in self._engine.bindings:
+            for segment in (each for group in binding.segments for each in group):
+                if segment.is_matrix and segment.span.layout.shards > 1:
+                    continue  # one owner each: there is nothing to compare
+                (count,) = plain(binding.state_of(segment).get("step")) or (None,)
+                for index in segment.members:
+                    yield f"the optimizer's 'step' of {_name(segment.span, index)}", count
+        # With `step_in_backward` owners have new slices already.
+        if self._is_due and not self._context.frees and not self._context.config.step_in_backward:
+            for name, span, index in _parameters(self._engine.units):
+                yield name, _print(raw_data(span.params[index]))
+        yield from self._in_pass.items()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the values that the optimizer wrote. A collective.
@@ -174,18 +159,15 @@ class Finite(Observer):
         masters = ((span, 0, span.master) for span in self._engine.trained)
         resume = "Weights have it now: resume from the last checkpoint"
         self._refuse(_bad(masters, ""), lambda seen: f"{seen or unseen}. {resume}")
-        self._clear()
+        self._forget()
 
     def _refuse(self, mine: str | None, why: Callable[[str], str]) -> None:
         told = self._wire.exchange((mine, self._first))
         for rank, (what, _) in enumerate(told):
             if what is not None:
-                self._clear()
+                self._forget()
                 seen = why(_first_of([first for _, first in told]))
                 raise NumericsError(f"step {self._step}, on rank {rank}: {what}. {seen}")
-
-    def _clear(self) -> None:
-        self._first, self._is_used = None, False
 
 
 def _first_of(everyone: list[str | None]) -> str:

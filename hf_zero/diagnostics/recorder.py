@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,11 +77,11 @@ class Recorder:
         recorded: number of recorded steps.
         last: values of the last one, as in the file.
         path: the file, if one is written.
+        is_open: it measures.
         peak: bytes by tier and kind, the highest of all steps.
 
     Args:
         about: further facts of the run (model, number of steps), as plain values.
-        on_close: called once, by the first `close`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -93,17 +93,14 @@ class Recorder:
         folder: str | os.PathLike[str] | None,
         first_step: int,
         about: Mapping[str, Any],
-        on_close: Callable[[Recorder], None],
     ) -> None:
         self.steps = first_step
         self.recorded = 0
         self.last: dict[str, Any] = {}
         self.path: Path | None = None
         self.peak: Table = {tier.value: {} for tier in TIERS}
-        self._engine, self._on_close, self._about = engine, on_close, dict(about)
-        self._waiting: list[dict[str, Any]] = []
-        """Logs from before the first step; facts come first in the file."""
-        self._is_open = True
+        self.is_open = True
+        self._engine, self._about = engine, dict(about)
         self._file: IO[bytes] | None = None
         if folder is not None:
             self._open(Path(folder))
@@ -119,11 +116,9 @@ class Recorder:
 
     def close(self) -> None:
         """Stop measuring. Measurements stay; calling again does nothing."""
-        if self._is_open:
-            self._is_open = False
-            if self.recorded:
-                self._append({"kind": "end", "at_s": time.perf_counter() - self._started, "steps": self.steps})
-            self._on_close(self)
+        if self.is_open and self.recorded:
+            self._append({"kind": "end", "at_s": time.perf_counter() - self._started, "steps": self.steps})
+        self.is_open = False
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -145,33 +140,36 @@ class Recorder:
 
     def step(self) -> None:
         """Record a step after `optimizer.step()`."""
-        now = time.perf_counter()
-        began = self._began if self._began is not None else now
-        ended, self._ended, self._began = self._ended, now, None
+        time_s = time.perf_counter()
+        began = self._began if self._began is not None else time_s
+        ended, self._ended, self._began = self._ended, time_s, None
         self.steps += 1
         self.recorded += 1
-        before, counted = self._before, counters(self._engine)
-        self._before = counted
+        before, self._before = self._before, counters(self._engine)
+        now = self._before
         self.last = {
             "step": self.steps,
-            "at_s": round(now - self._started, 6),
-            "seconds": round(now - (began if ended is None else ended), 6),
+            "at_s": round(time_s - self._started, 6),
+            "seconds": round(time_s - (began if ended is None else ended), 6),
             "between_s": 0.0 if ended is None else round(began - ended, 6),
             "forwards": self._forwards,
             "evaluations": self._evaluations,
             "samples": self._samples,
             "tokens": self._tokens,
-            "bytes": {channel: counted.sent[channel] - before.sent[channel] for channel in counted.sent},
-            "wait_s": {what: round(counted.wait_s[what] - before.wait_s[what], 6) for what in WAITS},
-            "peak": {tier: {k: value for k, value in kinds.items() if value} for tier, kinds in counted.peak.items()},
-            "process": dict(counted.process),
+            "bytes": {channel: count - before["bytes"][channel] for channel, count in now["bytes"].items()},
+            "wait_s": {what: round(now["wait_s"][what] - before["wait_s"][what], 6) for what in WAITS},
+            "peak": {tier: {k: value for k, value in kinds.items() if value} for tier, kinds in now["peak"].items()},
+            "process": now["process"],
         }
-        for name, kinds in counted.peak.items():
+        for tier, kinds in now["peak"].items():
             for kind, value in kinds.items():
-                self.peak[name][kind] = max(self.peak[name].get(kind, 0), value)
+                self.peak[tier][kind] = max(self.peak[tier].get(kind, 0), value)
         self._recent.append(self.last)
         self._unlogged.append(self.last)
-        self._write()
+        if self.recorded == 1:
+            known = facts(self._engine, self._forwards)
+            self._append({"kind": "facts", "format": FORMAT, **known, "about": self._about})
+        self._append({"kind": "step", **self.last})
         self._forwards = self._evaluations = self._samples = self._tokens = 0
 
     # What people ask --------------------------------------------------------------------------------------------------
@@ -189,10 +187,6 @@ class Recorder:
     def throughput(self) -> tuple[float, float]:
         """Return this rank's samples and tokens per second, over the usual steps."""
         return rates(self.usual())
-
-    @property
-    def forwards_per_step(self) -> int:
-        return int(self.median("forwards") or 1)
 
     def logs(self) -> dict[str, float]:
         """Return metrics of the steps since the last call, for a logger: peak GiB, seconds and GiB sent per step."""
@@ -231,64 +225,23 @@ class Recorder:
             ) from error
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Record logged values, such as losses, for the last step."""
-        line = {"kind": "log", "step": self.steps, "at_s": time.perf_counter() - self._started, "values": dict(values)}
+        """Record logged values, such as losses, for the last step. Those from before the first one are left out."""
         if self.recorded:
-            self._append(line)
-        else:
-            self._waiting.append(line)
+            at_s = time.perf_counter() - self._started
+            self._append({"kind": "log", "step": self.steps, "at_s": at_s, "values": dict(values)})
 
-    def _write(self) -> None:
-        """Write the last step; before the first one, the facts and the logs that wait for them."""
-        lines: list[Mapping[str, Any]] = [{"kind": "step", **self.last}]
-        if self.recorded == 1:
-            known = facts(self._engine, self._forwards)
-            lines = [{"kind": "facts", "format": FORMAT, **known, "about": self._about}, *self._waiting, *lines]
-        self._append(*lines)
-
-    def _append(self, *lines: Mapping[str, Any]) -> None:
-        """Write lines at once: readers of a running job find full lines."""
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Write a line at once: readers of a running job find full lines."""
         if self._file is None:
             return
         try:
-            self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            self._file.write((json.dumps(line) + "\n").encode())
         except OSError as error:  # a full disk must not stop training
             warnings.warn(f"{self.path}: {error.strerror or error}; steps are no longer written", stacklevel=2)
             self._file = None
 
 
 # The report -----------------------------------------------------------------------------------------------------------
-
-
-def report(engine: Engine, recorder: Recorder | None = None) -> Report:
-    """Return what this rank takes now, and what was predicted.
-
-    Args:
-        recorder: adds peaks, traffic and waits of the steps that it measured.
-    """
-    context = engine.context
-    planned = predicted(engine, 1 if recorder is None else recorder.forwards_per_step)
-    now = measure(engine)
-    measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in STATES}
-    measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
-    return Report(
-        stage=context.config.stage,
-        world_size=context.wire.size,
-        precision=str(context.precision),
-        parameters=context.layout.numel,
-        trainable=context.layout.trainable_numel,
-        predicted={kind: sum(planned.memory.stored[tier][kind] for tier in TIERS) for kind in STATES},
-        data_parallel=data_parallel(context.layout, state_tensors(engine.optimizers)),
-        measured=measured,
-        traffic=context.wire.traffic.to_dict(),
-        units=len(context.layout.units),
-        tiers=_tier_rows(planned.memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
-        roads=_road_rows(planned.traffic, recorder) if recorder is not None else (),
-        steps=0 if recorder is None else recorder.recorded,
-        step_s=None if recorder is None else recorder.median("seconds"),
-        predicted_step_s=planned.step.seconds,
-        process=process_bytes(engine),
-    )
 
 
 def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow, ...]:
@@ -330,21 +283,22 @@ def _road_rows(traffic: Mapping[str, int], recorder: Recorder) -> tuple[RoadRow,
 
 
 class Records(Observer):
-    """Feeds a `Recorder`, where one measures.
-
-    Attributes:
-        recorder: measures every step; None: nothing is recorded.
-    """
+    """Feeds a `Recorder`, where one measures."""
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
-        self.recorder: Recorder | None = None
+        self._last: Recorder | None = None
         self._stepped: set[torch.optim.Optimizer] = set()
         """Optimizers that stepped since the last backward: a step of the model counts once."""
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """Return the recorder that measures every step; None: nothing is recorded."""
+        return self._last if self._last is not None and self._last.is_open else None
+
     def detach(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()
+        if self._last is not None:
+            self._last.close()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.recorder is not None:
@@ -364,19 +318,36 @@ class Records(Observer):
         self._stepped.add(optimizer)
 
     def report(self) -> Report:
-        """Return what is stored where, predicted and measured."""
-        return report(self._engine, self.recorder)
+        """Return what this rank takes now, and what was predicted; what a recorder has measured, too."""
+        engine, recorder = self._engine, self.recorder
+        context, now = engine.context, measure(engine)
+        planned = predicted(engine, 1 if recorder is None else int(recorder.median("forwards") or 1))
+        measured = {kind: sum(kinds[kind] for kinds in now.values()) for kind in STATES}
+        measured["parameters"] += sum(kinds["gathered"] for kinds in now.values())
+        return Report(
+            stage=context.config.stage,
+            world_size=context.wire.size,
+            precision=str(context.precision),
+            parameters=context.layout.numel,
+            trainable=context.layout.trainable_numel,
+            predicted={kind: sum(planned.memory.stored[tier][kind] for tier in TIERS) for kind in STATES},
+            data_parallel=data_parallel(context.layout, state_tensors(engine.optimizers)),
+            measured=measured,
+            traffic=context.wire.traffic.to_dict(),
+            units=len(context.layout.units),
+            tiers=_tier_rows(planned.memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
+            roads=_road_rows(planned.traffic, recorder) if recorder is not None else (),
+            steps=0 if recorder is None else recorder.recorded,
+            step_s=None if recorder is None else recorder.median("seconds"),
+            predicted_step_s=planned.step.seconds,
+            process=process_bytes(engine),
+        )
 
     def record(
         self, folder: str | os.PathLike[str] | None, first_step: int, about: Mapping[str, Any] | None
     ) -> Recorder:
         """Measure every step from now on; see `Engine.record`."""
-        if self.recorder is not None:
-            self.recorder.close()
+        self.detach()
         known = {"model": type(self._engine.model).__name__, **(about or {})}
-        made = self.recorder = Recorder(self._engine, folder, first_step, known, self._closed)
-        return made
-
-    def _closed(self, recorder: Recorder) -> None:
-        if self.recorder is recorder:
-            self.recorder = None
+        self._last = Recorder(self._engine, folder, first_step, known)
+        return self._last

@@ -12,22 +12,19 @@ On a CPU device both device and host are host memory, told apart by the tier.
 from __future__ import annotations
 
 import os
+import resource
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..engine.span import Span
 from ..optimizers.facts import state_tensors
 from ..plan.costs import KINDS, TIERS
-from ..plan.machine import here
 from ..plan.plan import Plan
-from ..plan.solve import LIMITED
 from ..plan.work import COLLECTIVES, LINKS
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
@@ -47,19 +44,13 @@ class _Tally:
         self._device = device
         self._seen: set[int] = set()
 
-    def add(self, values: Any, tier: Tier, kind: str, *, padding: str = "") -> None:
-        """Count a tensor or values on disk. Tensors that are not on the device count as the host's.
-
-        Args:
-            padding: kind of the padding on disk; empty: `kind`.
-        """
+    def add(self, values: Any, tier: Tier, kind: str) -> None:
+        """Count a tensor or values on disk. Tensors that are not on the device count as the host's."""
         if isinstance(values, OnDisk):
             source = values.source
             if id(source) not in self._seen:
                 self._seen.add(id(source))
-                nbytes = source.numel * source.dtype.itemsize
-                self.table[Tier.DISK.value][kind] += nbytes
-                self.table[Tier.DISK.value][padding or kind] += padded(nbytes) - nbytes
+                self.table[Tier.DISK.value][kind] += padded(source.numel * source.dtype.itemsize)
             return
         if not isinstance(values, Tensor):
             return
@@ -74,27 +65,20 @@ class _Tally:
 def stored_bytes(engine: Engine) -> Table:
     """Return the bytes of parameters, optimizer state and reduced gradients, by tier and kind. O(spans + states)."""
     tally = _Tally(engine.context.device)
-    for unit in engine.units:
-        for span in unit.spans:
-            _add_parameters(tally, span)
-            if isinstance(span.bucket.grad, OnDisk):  # in memory the ledger has them
-                tally.add(span.bucket.grad, Tier.DISK, "gradients")
+    for span in (span for unit in engine.units for span in unit.spans):
+        if span.stays:
+            tally.add(span.full, Tier.DEVICE, "parameters")
+        elif span.copy is not None:
+            tally.add(span.copy, span.copy_tier, "parameters")
+        reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
+        tally.add(span.master, span.tier, "parameters" if reads_master else "optimizer")
+        if isinstance(span.bucket.grad, OnDisk):  # in memory the ledger has them
+            tally.add(span.bucket.grad, Tier.DISK, "gradients")
     for binding in engine.bindings:
-        for group in binding.segments:
-            for segment in group:
-                for value in binding.state_of(segment).values():
-                    tally.add(value, segment.span.tier, "optimizer")
+        for segment in (each for group in binding.segments for each in group):
+            for value in binding.state_of(segment).values():
+                tally.add(value, segment.span.tier, "optimizer")
     return tally.table
-
-
-def _add_parameters(tally: _Tally, span: Span) -> None:
-    if span.stays:
-        tally.add(span.full, Tier.DEVICE, "parameters")
-    elif span.copy is not None:
-        padding = "optimizer" if span.copy is span.master else ""
-        tally.add(span.copy, span.copy_tier, "parameters", padding=padding)
-    reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
-    tally.add(span.master, span.tier, "parameters" if reads_master else "optimizer")
 
 
 def measure(engine: Engine) -> Table:
@@ -108,14 +92,8 @@ def measure(engine: Engine) -> Table:
 
 def process_bytes(engine: Engine) -> dict[str, int]:
     """Return what the system counts: `rss` now, `rss peak`, `disk file`; on CUDA what torch has allocated."""
-    out = {}
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            name, _, rest = line.partition(":")
-            if name in ("VmHWM", "VmRSS"):
-                out["rss" if name == "VmRSS" else "rss peak"] = int(rest.split()[0]) * 1024
-    except OSError:
-        pass  # not Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    out = {"rss": psutil.Process().memory_info().rss, "rss peak": peak}
     context = engine.context
     if context.storage.has_disk:
         out["disk file"] = context.storage.disk.nbytes
@@ -127,68 +105,35 @@ def process_bytes(engine: Engine) -> dict[str, int]:
     return out
 
 
-def limits(engine: Engine, ranks_here: int = 1) -> dict[str, tuple[int, str]]:
-    """Return what this rank may take of each tier: a given budget, else what the machine has free and what the engine holds.
-
-    Args:
-        ranks_here: ranks that share this machine's memory and disk.
-    """
-    context = engine.context
-    held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
-    machine = here(context.device, ranks=ranks_here, offload_dir=context.config.offload_dir, held_bytes=held)
-    free = zip(TIERS, (machine.device_memory, machine.host_memory, machine.disk_free))
-    found = {tier.value: (size, "free") for tier, size in free if size}
-    budgets = context.plan.inputs.budgets.items()
-    return found | {tier.value: (limit, "budget") for name, limit in budgets for tier in LIMITED[name]}
-
-
 # Counters of a run ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Counters of an engine.
+def counters(engine: Engine) -> dict[str, Any]:
+    """Return the counters of an engine, and restart the peaks.
 
-    Attributes:
-        peak: highest bytes by tier and kind since the last `Counters`; `all` of a tier: its sum at one moment.
-        sent: bytes by channel, since the start.
-        wait_s: seconds that training waited, by cause, since the start.
-        process: bytes of the whole process, as the system counts them.
+    Returns:
+        `peak`: highest bytes by tier and kind since the last call; `all` of a tier: its sum at one moment. `bytes` by channel
+        and `wait_s`, seconds that training waited, since the start. `process`: bytes of the whole process.
     """
-
-    peak: Table
-    sent: Mapping[str, int]
-    wait_s: Mapping[str, float]
-    process: Mapping[str, int]
-
-
-def counters(engine: Engine) -> Counters:
-    """Return the counters, and restart the peaks."""
     context = engine.context
     meter, traffic = context.storage.meter, context.wire.traffic
     links = {link: meter[link] for link in LINKS}
     wait_s = {kind: traffic[kind].wait_s for kind in COLLECTIVES}
     wait_s |= {link: count.wait_s - meter.stepper_wait_s[link] for link, count in links.items()}
     wait_s["optimizer"] = context.step_wait_s
-    sent = {kind: traffic[kind].bytes for kind in COLLECTIVES}
-    sent |= {link: count.bytes for link, count in links.items()}
+    sent = {kind: traffic[kind].bytes for kind in COLLECTIVES} | {link: count.bytes for link, count in links.items()}
     if (across := traffic.kinds.get("across")) is not None:  # the same gradients, to other replicas
         sent["reduce"] += across.bytes
         wait_s["reduce"] += across.wait_s
-    return Counters(_peak(engine), sent, wait_s, process_bytes(engine))
-
-
-def _peak(engine: Engine) -> Table:
-    """Return the bytes stored now plus the peak of temporary ones."""
-    table, ledger = stored_bytes(engine), engine.context.storage.ledger
-    for kinds in table.values():
+    peak, ledger = stored_bytes(engine), context.storage.ledger
+    for kinds in peak.values():
         kinds["all"] = sum(kinds.values())
     for tier, account in ((Tier.DEVICE, ledger.device), (Tier.HOST, ledger.host)):
         for kind, nbytes in account.peak.items():
-            table[tier.value][kind] += nbytes
-        table[tier.value]["all"] += account.peak_total
+            peak[tier.value][kind] += nbytes
+        peak[tier.value]["all"] += account.peak_total
     ledger.begin_step()
-    return table
+    return {"peak": peak, "bytes": sent, "wait_s": wait_s, "process": process_bytes(engine)}
 
 
 def facts(engine: Engine, backward_per_step: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -29,7 +28,6 @@ from ..checkpoint.cards import CARD, RunFacts, card_for, is_unwritten, metrics_a
 from ..checkpoint.files import is_number
 from ..compat.preemption import Preemption, on_preemption
 from ..config import size_text
-from ..diagnostics.usage import limits
 from ..errors import ConfigError
 from ..params.engine import Engine, engine_of
 from ..plan.report import end, start
@@ -139,9 +137,7 @@ class ZeroCallback(TrainerCallback):
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
         if engine.wire.size == 1 and not engine.config.offloads:
             about["ranks"] = ONE_RANK
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
-        name = type(engine.model).__name__
-        return start(engine.report(), name, limits(engine, ranks_here), about)
+        return start(engine.report(), type(engine.model).__name__, about)
 
     def _go_first(self, trainer: Trainer) -> None:
         """Go before all other callbacks, so that they find measurements in logs. Those that print logs print short lines."""

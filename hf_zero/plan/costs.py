@@ -190,20 +190,18 @@ def parameter_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int
         return 0
     numel = span.numel if stays(span, placement, setup.policy) else span.slice_numel
     nbytes = numel * itemsize(span.spec.compute_dtype)
-    is_padded = placement.parameters is Tier.DISK and not shares_memory(span, placement, setup.policy)
-    return padded(nbytes) if is_padded else nbytes
+    return padded(nbytes) if placement.parameters is Tier.DISK else nbytes
 
 
 def master_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
-    """Return bytes of masters that are not the copy, which counts as parameters. On disk their padding counts here.
+    """Return bytes of masters that are not the copy, which counts as parameters; on disk in full pages.
 
     A frozen span keeps exact values besides those that it computes with.
     """
-    if is_in_files(span, placement, setup):
+    if is_in_files(span, placement, setup) or shares_memory(span, placement, setup.policy):
         return 0
     nbytes = span.slice_numel * itemsize(span.spec.master_dtype)
-    stored = padded(nbytes) if placement.home is Tier.DISK else nbytes
-    return stored - (nbytes if shares_memory(span, placement, setup.policy) else 0)
+    return padded(nbytes) if placement.home is Tier.DISK else nbytes
 
 
 def tensors_bytes(span: SpanLayout, tier: Tier, setup: Setup) -> tuple[int, int]:
