@@ -54,111 +54,74 @@ class _UnitBytes:
     """Gradients that need a buffer each on their way to host memory."""
 
 
-class _Passes:
-    """Walks through the passes of a step, and keeps their highest temporary bytes.
-
-    A unit is gathered from its first use to its last, and the next one with it. In the backward its local gradients exist
-    together with the buffer and the mean of the unit before it (docs/PLAN.md).
+@dataclass(slots=True)
+class _Peaks:
+    """The highest temporary bytes of a step's passes.
 
     Attributes:
-        gathered: the most of gathered units; `communication`, `gradients`: of local and of stored ones.
-        device: the most of the three at one moment.
-        there: gathered bytes of units in use or kept; `ahead`: of the prefetched unit.
-        deferred: the unit that is gathered after the running reduce. Not among replicas (`fetches_late`).
-        moving: buffer and mean of that reduce; `coming`: the gradients that are stored with it.
-        waiting: gradients that autograd keeps until it has others of the same parameter.
-        kept: stored gradients; `held`: local ones of earlier backwards.
+        gathered: of gathered units; `communication`, `gradients`: of local and of stored ones, each at its own moment.
+        device: of the three at one moment.
     """
 
-    def __init__(self, units: Sequence[_UnitBytes], setup: Setup) -> None:
-        """`units`: in the order of their first uses."""
-        self.gathered = self.communication = self.gradients = self.device = 0
-        self.fetches_late = setup.layout.shards == setup.world_size
-        self.alone, self.adds = setup.world_size == 1, setup.backward_per_step > 1 and not setup.reduces_once
-        self.forward(units)
-        self.backward(units[::-1])
+    gathered: int = 0
+    communication: int = 0
+    gradients: int = 0
+    device: int = 0
 
-    def forward(self, units: Sequence[_UnitBytes]) -> None:
-        """Count gathered bytes; units that stay are not released."""
-        events = [(unit.use.first, True, place) for place, unit in enumerate(units)]
-        events += [(unit.use.last, False, place) for place, unit in enumerate(units)]
-        there = 0
-        for _, begins, place in sorted(events):
-            unit = units[place]
-            following = units[place + 1] if place + 1 < len(units) else None
-            if begins:
-                there += unit.full
-            else:
-                there -= 0 if unit.stays else unit.full
-            ahead = following.full if begins and following is not None else 0
-            self.gathered = max(self.gathered, there + ahead)
-
-    def backward(self, units: Sequence[_UnitBytes]) -> None:
-        """Count bytes over the units in the order of their reduces: those used first come last."""
-        self.units = units
-        self.there, self.ahead = sum(unit.full for unit in units if unit.stays), 0
-        self.waiting = self.moving = self.coming = 0
-        self.kept = sum(unit.kept for unit in units) if self.adds else 0
-        self.held = sum(unit.held for unit in units)
-        self.deferred: int | None = None
-        walk = sorted((at for at, unit in enumerate(units) if unit.use.is_reached), key=lambda at: -units[at].use.last)
-        self.next_of = {
-            at: next((later for later in walk[n + 1 :] if not units[later].stays), None) for n, at in enumerate(walk)
-        }
-        # At one moment units enter first, then gradients are reduced, then units leave.
-        events = [(-units[at].use.last, 0, self.enter, at) for at in walk]
-        events += [(-unit.use.first, 1, self.reduce, at) for at, unit in enumerate(units) if unit.fresh or unit.held]
-        events += [(-units[at].use.read, 2, self.leave, at) for at in walk]
-        self.update_peaks(0)
-        self.device = max(self.device, self.gathered + self.kept + self.held)
-        for _, _, what, at in sorted(events, key=lambda event: (event[0], event[1], event[3])):
-            what(at)
-        self.kept += 0 if self.adds or self.alone else self.coming
-        self.update_peaks(0)
-
-    def update_peaks(self, passing: int, gone: int = 0) -> None:
-        gathered, gradients = self.there + self.ahead - gone, self.kept + self.held
+    def update(self, gathered: int, communication: int, gradients: int) -> None:
         self.gathered = max(self.gathered, gathered)
-        self.communication = max(self.communication, passing)
+        self.communication = max(self.communication, communication)
         self.gradients = max(self.gradients, gradients)
-        self.device = max(self.device, gathered + passing + gradients)
+        self.device = max(self.device, gathered + communication + gradients)
 
-    def enter(self, at: int) -> None:
-        self.fetch()
-        unit, following = self.units[at], self.next_of[at]
-        self.there += 0 if unit.stays else unit.full
-        self.ahead = 0 if following is None else self.units[following].full
-        if self.fetches_late and self.ahead and self.moving and (unit.fresh or unit.held):
-            self.deferred, self.ahead = following, 0
-        self.update_peaks(self.moving + self.waiting)
 
-    def fetch(self) -> None:
-        if self.deferred is not None:
-            self.end_reduce()
-            self.ahead = self.units[self.deferred].full
-            self.update_peaks(self.waiting)
-            self.deferred = None
+def _passes(units: Sequence[_UnitBytes], setup: Setup) -> _Peaks:
+    """Return the peaks over the moments in which units begin in the forward and are reduced in the backward (docs/PLAN.md).
 
-    def end_reduce(self) -> None:
-        self.kept += 0 if self.adds else self.coming
-        self.moving = self.coming = 0
-
-    def reduce(self, at: int) -> None:
-        unit, use = self.units[at], self.units[at].use
-        if self.deferred is not None:  # all local gradients may exist before a hook runs
-            self.update_peaks(unit.fresh + self.moving + self.waiting)
-            self.fetch()
-        self.update_peaks(unit.fresh + self.moving + self.waiting)
-        self.end_reduce()
-        self.kept += unit.kept if self.alone and not self.adds else 0
-        self.held -= unit.held
-        self.update_peaks(unit.copying + self.waiting, unit.full if use.is_reached and use.read == use.first else 0)
-        self.moving, self.coming = unit.moving, 0 if self.alone else unit.kept
-        self.waiting -= unit.tied if use.is_reached and use.read > use.first else 0
-
-    def leave(self, at: int) -> None:
-        self.there -= self.units[at].full
-        self.waiting += self.units[at].tied
+    Args:
+        units: in the order of their first uses; the backward reduces them in reverse.
+    """
+    peaks = _Peaks()
+    adds, alone = setup.backward_per_step > 1 and not setup.reduces_once, setup.world_size == 1
+    stored = sum(unit.kept for unit in units) if adds else 0
+    held = sum(unit.held for unit in units)
+    following = [*units[1:], None]
+    wide = [unit for unit, after in zip(units, following) if unit.stays or (after and unit.use.last > after.use.first)]
+    for unit, after in zip(units, following):
+        now = unit.use.first
+        there = sum(each.full for each in wide if each.use.first < now and (each.stays or each.use.last > now))
+        peaks.update(there + unit.full + (after.full if after else 0), 0, stored + held)
+    reached = sorted((unit for unit in units if unit.use.is_reached), key=lambda unit: unit.use.last)
+    moving = coming = 0
+    for unit in reversed(units):
+        now = unit.use.first
+        while reached and reached[-1].use.last >= now:
+            reached.pop()
+        ahead = next((each.full for each in reversed(reached) if not each.stays), 0)
+        # An embedding's backward needs no weights; a tied head left its unit, and its gradient waits for the embedding's.
+        own = unit.full if unit.use.is_reached and unit.use.read == now else 0
+        there = own + sum(
+            each.full
+            for each in wide
+            if each is not unit
+            and each.use.is_reached
+            and each.use.read <= now
+            and (each.stays or each.use.last >= now)
+        )
+        waiting = sum(each.tied for each in wide if each.use.read > now >= each.use.first)
+        if not (unit.fresh or unit.held):
+            peaks.update(there + ahead, moving + waiting, stored + held)
+            continue
+        # The mean of the reduce before is stored when the next one begins. Not among replicas, the next unit is gathered then.
+        fetches_late = moving and setup.layout.shards == setup.world_size
+        peaks.update(there + (0 if fetches_late else ahead), unit.fresh + moving + waiting, stored + held)
+        stored += 0 if adds else unit.kept if alone else coming
+        peaks.update(there + ahead, unit.fresh + waiting, stored + held)
+        held -= unit.held
+        peaks.update(there + ahead - own, unit.copying + waiting, stored + held)
+        moving, coming = unit.moving, unit.kept
+    peaks.update(0, 0, stored + (0 if adds or alone else coming))
+    return peaks
 
 
 def _host_bytes(units: Sequence[_UnitBytes], setup: Setup) -> tuple[int, int]:
@@ -290,7 +253,7 @@ def memory_of(placements: Sequence[Placement], setup: Setup, activations: tuple[
     layout, uses = setup.layout, setup.layout.uses()
     order = sorted((at for at, use in enumerate(uses) if use.first), key=lambda at: uses[at].first)
     units = [_unit_bytes(layout.units[at], uses[at], at, placements, setup) for at in order]
-    passes, (scratch, resting_scratch) = _Passes(units, setup), _host_bytes(units, setup)
+    passes, (scratch, resting_scratch) = _passes(units, setup), _host_bytes(units, setup)
     blocks = block_bytes(placements, setup)
     on_device = matrix_bytes(placements, setup)
     stored[Tier.HOST]["staging"] = blocks + resting_scratch

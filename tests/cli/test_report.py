@@ -224,7 +224,6 @@ def test_the_last_start_is_shown(
     records = lines(recorded[0])
     out = shown(write(tmp_path, [*records, *records[:4]]), capsys)
     assert out["steps"] == 3
-    assert out["notes"] == ["zero_steps.jsonl: the last of 2 starts of training"]
 
 
 def test_ranks(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +233,7 @@ def test_ranks(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytes
         write(tmp_path, [{**records[0], "rank": rank}, *records[1:]], f"zero_steps.rank{rank}.jsonl")
     out = shown(tmp_path, capsys)
     assert [row["rank"] for row in out["ranks"]] == [0, 2, 10]
-    assert out["notes"][0] == "left out rank 12: written by an earlier run with more ranks"
+    assert out["notes"] == ["3 of 11 ranks' files are here; the others are on other machines"]
     assert main(["report", str(tmp_path)]) == 0
     assert re.search(r"│ 10 +│", capsys.readouterr().out)
 
@@ -248,14 +247,12 @@ def test_a_run_that_is_pushed(recorded: tuple[Path, zero.Report], tmp_path: Path
 def test_warnings(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts, *steps = lines(recorded[0])
     for step in steps:
-        step["seconds"], step["wait_s"]["optimizer"], step["wait_s"]["read"] = 2.0, 1.0, 0.3
         step["peak"]["host"]["optimizer"] += 64 << 20
         step["peak"]["host"]["all"] += 64 << 20
     out = shown(write(tmp_path, [facts, *steps]), capsys)
-    memory, wait = out["warnings"]
+    (memory,) = out["warnings"]
     assert memory.startswith("host memory is above the plan: ")
     assert "Most of the difference: optimizer state (" in memory
-    assert wait.startswith("50% of a step waits for: optimizer step of offloaded state. What helps: ")
     assert (out["verdict"][-1]["ok"], out["verdict"][-1]["value"]) == (False, "Check")
     assert "host memory above the plan" in out["verdict"][-1]["text"]
 
@@ -266,8 +263,6 @@ def test_less_than_planned_is_no_warning(
     facts, *steps = lines(recorded[0])
     facts["predicted"]["peak"]["host"]["optimizer"] += 64 << 20
     facts["predicted"]["peak_bytes"]["host"] += 64 << 20
-    for step in steps:
-        step["seconds"] = 10.0
     out = shown(write(tmp_path, [facts, *steps]), capsys)
     assert out["warnings"] == []
     assert all(said["ok"] is not False for said in out["verdict"])
@@ -343,7 +338,7 @@ def test_throughput(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: 
     write(tmp_path, [{**facts, "world_size": 4, "rank": 1}, *steps], "zero_steps.rank1.jsonl")
     rate = shown(tmp_path, capsys)["throughput"]
     assert rate == {"is_estimate": True, "samples_per_s": 2.0 * rows, "tokens_per_s": 2.0 * rows * columns}
-    assert {*speed_in(tmp_path)["y"]} == {2.0 * rows * columns}
+    assert {*speed_in(tmp_path)["y"]} == {rows * columns / 2.0}
     (tmp_path / "zero_steps.rank1.jsonl").unlink()
     drawn = speed_in(write(tmp_path, [facts, *({**steps[0], "step": step} for step in range(1, 3201))]))["x"]
     assert drawn == [*range(1, 3201, 3)], "every third, to the end"
@@ -411,7 +406,7 @@ def test_two_runs(recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: py
             ("time per step (median)", "tokens/s"),
             "host memory, highest rank",
         ),
-        ({"world_size": 4}, ("time per step (median)",), "tokens/s"),
+        ({"world_size": 4}, ("time per step (median)", "tokens/s"), "host memory, highest rank"),
     ],
 )
 def test_runs_are_compared_only_on_what_can_be_compared(
