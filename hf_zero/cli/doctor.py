@@ -26,7 +26,6 @@ from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_byt
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from . import OK, WRONG
-from .files import read_settings, writable
 from .show import print_json, short_size, table, text
 
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
@@ -38,7 +37,6 @@ LITTLE_DISK_BYTES = 10 << 30
 """Less does not hold the state of a model of a billion parameters."""
 LITTLE_SHARED_BYTES = 1 << 30
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub")
-_ENGINES = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM"}
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -77,10 +75,6 @@ def checks(offload_dir: str | None) -> Iterator[Check]:
     share, load = busy_share(), os.getloadavg()[0]
     found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
     yield Check("other programs", found, "measure and benchmark when idle" if share > BUSY_SHARE else "")
-    yield _accelerate()
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
-        if os.environ.get(name, "").lower() in ("1", "true"):
-            yield Check("environment", f"{name}={os.environ[name]}", f"asks for another engine: unset {name}", True)
     yield _speeds()
 
 
@@ -145,26 +139,6 @@ def _disk(offload_dir: str | None) -> Check:
     return Check(what, found, "little space: set --zero-offload-dir" if free < LITTLE_DISK_BYTES else "")
 
 
-def _accelerate() -> Check:
-    """Check what `accelerate launch` does without further flags."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    folder, what = Path(os.path.expanduser(home), "accelerate"), "accelerate launch"
-    names = ("default_config.yaml", "default_config.json")
-    path = next((folder / name for name in names if (folder / name).exists()), None)
-    if path is None:
-        return Check(what, "no default configuration: uses all GPUs of this machine, else one process")
-    try:
-        values = read_settings(path)
-    except ConfigError as error:
-        return Check(what, str(path), str(error), True)
-    kind, count = str(values.get("distributed_type", "NO")), values.get("num_processes", 1)
-    if kind in _ENGINES:
-        advice = f"translate it (hf-zero migrate {path}), then set distributed_type: MULTI_GPU"
-        return Check(what, f"{path}: {_ENGINES[kind]}, {count} processes", advice, True)
-    precision = values.get("mixed_precision", "no")
-    return Check(what, f"{path}: {kind}, {count} processes, mixed precision {precision}")
-
-
 def _speeds() -> Check:
     """Check for the speeds that `plan` needs to predict times; those of collectives need several ranks."""
     path, what = kept(), "measured speeds"
@@ -189,7 +163,6 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
     from ..comm.watch import STALL_S
     from ..huggingface.plugin import ZeroAccelerator
 
-    writable(output)
     busy = busy_share()
     # Joins the ranks that torchrun started, and reports which device is this rank's.
     accelerator = ZeroAccelerator(cpu=not torch.cuda.is_available())

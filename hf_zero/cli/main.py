@@ -338,7 +338,7 @@ def doctor(
     offload_dir: Annotated[str | None, _flag("Folder for the disk tier (default: temporary).", "DIR")] = None,
     json: Json = False,
 ) -> int:
-    """Check this machine: GPUs, backend, versions, memory, disk, accelerate's configuration.
+    """Check this machine: GPUs, backend, versions, memory, disk, measured speeds.
 
     \b
     Examples:
