@@ -208,9 +208,6 @@ def simulate(
     network: Annotated[
         Literal["nvlink", "infiniband", "ethernet"], _flag("Between machines; within one it is NVLink.")
     ] = "infiniband",
-    adapters: Annotated[
-        int, _count("Network adapters of one machine; 0: one for each of its ranks.", MOST_RANKS, "N", 0)
-    ] = 0,
     machine: Machine = None,
     zero_units: Units = "",
     zero_replicas: Replicas = 1,

@@ -46,7 +46,7 @@ def hardware(given: Mapping[str, Any]) -> tuple[Machine, Network]:
     lacking += [] if machine.flops.get(dtype) else [f"flops[{dtype!r}]"]
     if lacking:
         raise ConfigError(f"{file or 'an H100'} has no {', '.join(lacking)}: add what a rank reaches to --machine FILE")
-    return machine, Network(ranks, given["nodes"], LINKS[given["network"]], given["adapters"])
+    return machine, Network(ranks, given["nodes"], LINKS[given["network"]])
 
 
 def run(asked: Asked, network: Network, as_json: bool) -> None:

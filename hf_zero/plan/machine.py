@@ -68,9 +68,7 @@ class Machine:
     disk_read: float | None = None
     disk_write: float | None = None
     collective: float | None = None
-    """Bytes per second that a rank sends in gathers and reduces, beyond `latency`."""
-    all_reduce: float | None = None
-    """Bytes per second that a rank sends in all-reduces (stage 0, gradients across replicas); None: as `collective`."""
+    """Bytes per second that a rank sends in collectives, beyond `latency`."""
     latency: float | None = None
     """Seconds of one hop of a collective, before its first byte."""
     flops: Mapping[str, float] = field(default_factory=dict)
@@ -240,13 +238,6 @@ def probe(device: torch.device, wire: Wire, *, ranks: int = 1, offload_dir: str 
     return Machine.least(everyone)
 
 
-def busy_share() -> float:
-    """Return the share of this machine's processors, 0 to 1, that other processes use."""
-    import psutil
-
-    return float(psutil.cpu_percent(interval=0.2)) / 100
-
-
 def host_name() -> str:
     """Return the host name, the key of measurements."""
     return platform.node() or "unknown"
@@ -316,17 +307,16 @@ def _disk_bandwidth(offload_dir: str | None, wire: Wire) -> tuple[float, float]:
 
 _TURNS, _SMALL_TURNS = 7, 21
 """Small messages take about as long as a thread needs to wake up, which varies from turn to turn."""
-_SMALL_BYTES, _LARGE_BYTES, _ALL_REDUCE_BYTES = 1 << 10, 64 << 20, 32 << 20
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
 
 
 def measure(device: torch.device, wire: Wire) -> dict[str, float]:
-    """Time a small and a large gather, as the engine issues them, and an all-reduce; medians, in some seconds.
+    """Time a small and a large gather, as the engine issues them; medians, in some seconds.
 
     A collective with the same result on every rank. Empty on one rank.
 
     Returns:
-        `latency`: seconds of one hop of a gather, which has `ranks - 1` hops. `collective`: bytes per second that a rank sends
-        in a gather. `all_reduce`: in an all-reduce, which always uses the backend; gathers use shared memory where they can.
+        `latency`: seconds of one hop of a gather, which has `ranks - 1` hops. `collective`: bytes per second that a rank sends.
     """
     if wire.size == 1:
         return {}
@@ -341,13 +331,7 @@ def measure(device: torch.device, wire: Wire) -> dict[str, float]:
     if large_s <= small_s:
         raise ConfigError(f"{large} bytes took no longer than {small} bytes; measure again on an idle machine")
     bandwidth = (large - small) / (large_s - small_s)
-    values = torch.ones(_ALL_REDUCE_BYTES // 4, device=device)
-    taken_s = statistics.median(_turns(device, lambda: wire.average(values, values, 0), _TURNS, wire))
-    return {
-        "latency": max(0.0, small_s - small / bandwidth) / (wire.size - 1),
-        "collective": bandwidth,
-        "all_reduce": 2 * (wire.size - 1) / wire.size * values.nbytes / max(wire.exchange(taken_s)),
-    }
+    return {"latency": max(0.0, small_s - small / bandwidth) / (wire.size - 1), "collective": bandwidth}
 
 
 def finish(device: torch.device) -> None:

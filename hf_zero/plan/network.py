@@ -32,16 +32,12 @@ class Network:
 
     Ring collectives (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): a
     gather, a reduce-scatter or an exchange has N - 1 hops, an all-reduce 2 (N - 1), each as slow as the slowest link. As in
-    NCCL, each adapter has a ring. Groups that work at the same time share the adapters.
-
-    Attributes:
-        adapters: adapters from one machine to the others; 0: one per rank.
+    NCCL, each adapter has a ring; a machine has one adapter per rank. Groups that work at the same time share the adapters.
     """
 
     ranks: int
     nodes: int = 1
     far: Link = LINKS["infiniband"]
-    adapters: int = 0
 
     def time_s(self, collective: Collective, machine: Machine) -> float:
         """Return the seconds of one of the collectives. The machine's `collective` is known."""
@@ -50,13 +46,13 @@ class Network:
             return 0.0
         each, near_latency_s = self.ranks // self.nodes, machine.latency or 0.0
         nodes = min(ranks, -(-ranks * stride // each))
-        turns, near_rate = (2, machine.all_reduce) if collective.is_all_reduce else (1, None)
-        near_s = collective.nbytes / (near_rate or machine.collective or 1.0)
+        turns = 2 if collective.is_all_reduce else 1
+        near_s = collective.nbytes / (machine.collective or 1.0)
         if nodes == 1:
             return turns * (ranks - 1) * near_latency_s + near_s
         hops_s = turns * (nodes * self.far.latency_s + (ranks - nodes) * near_latency_s)
         share = min(1.0, max(1, each // stride) / each)  # of a machine's ranks: the others are in other groups
-        far_s = collective.nbytes / self.far.bandwidth / ((self.adapters or each) * share)
+        far_s = collective.nbytes / self.far.bandwidth / (each * share)
         return hops_s * (ranks - 1) / ranks + max(near_s, far_s)
 
     def seconds(self, collectives: Iterable[Collective], machine: Machine) -> dict[tuple[str, str], float]:

@@ -374,7 +374,7 @@ def test_a_probe_under_torchrun_measures_collectives(cache, tmp_path):
         check=True, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     measured = json.loads(out.stdout)
-    assert all(1e6 < measured[name] < 1e12 for name in ("collective", "all_reduce"))
+    assert 1e6 < measured["collective"] < 1e12
     assert 0 <= measured["latency"] < 1
     (kept,) = cache.iterdir()
     assert json.loads(kept.read_text()) == measured
