@@ -35,7 +35,7 @@ class Debug(Observer):
         self._engine, self._context, self._wire = engine, engine.context, engine.context.wire
         self._step = 0
         self._in_pass: dict[str, bytes] = {}
-        """What was equal when it was sent, by name: buffers, and weights that were gathered."""
+        """Digests of what was equal when it was sent: buffers, and gathered weights."""
         self._first: str | None = None
         """The place where this rank saw the first value that is not finite and of which the next step has a gradient."""
         self._is_used = False
@@ -130,7 +130,7 @@ class Debug(Observer):
         self._refuse(_bad(parts, "the gradient of "), lambda seen: f"No weight was changed. {seen or unseen}")
 
     def _alike(self) -> Iterator[tuple[str, Any]]:
-        """Yield what all ranks must have alike, by name: plain values, and digests of weights and buffers."""
+        """Yield names and what all ranks must have alike: plain values, and digests of weights and buffers."""
         for name, span, index in _parameters(self._engine.units):
             yield f"requires_grad of {name}", span.params[index].requires_grad
         for binding in self._engine.bindings:
