@@ -111,21 +111,11 @@ class Precision:
         """Return the dtype in which this rank accumulates gradients that it sends in `wire`: at least float32."""
         return torch.promote_types(wire, torch.float32)
 
-    @property
-    def short(self) -> str:
-        """Return a short text for a table; `str` returns the full one."""
+    def __str__(self) -> str:
         reduced = dtype_name(self.reduce_dtype)
         if self.autocast_dtype is None:
             return f"float32 masters, no autocast, reduced in {reduced}"
         return f"float32 masters, {dtype_name(self.autocast_dtype)} under autocast, reduced in {reduced}"
-
-    def __str__(self) -> str:
-        if self.autocast_dtype is None:
-            compute = "parameters gathered and used in their own type"
-        else:
-            name = dtype_name(self.autocast_dtype)
-            compute = f"matrices gathered and used in {name}, norms, biases and embeddings in float32 under autocast"
-        return f"precision: float32 masters; {compute}; gradients reduced in {dtype_name(self.reduce_dtype)}"
 
 
 def castable_params(

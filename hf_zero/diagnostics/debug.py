@@ -131,8 +131,6 @@ class Debug(Observer):
 
     def _alike(self) -> Iterator[tuple[str, Any]]:
         """Yield names and what all ranks must have alike: plain values, and digests of weights and buffers."""
-        for name, span, index in _parameters(self._engine.units):
-            yield f"requires_grad of {name}", span.params[index].requires_grad
         for binding in self._engine.bindings:
             for segment in (each for group in binding.segments for each in group):
                 if segment.is_matrix and segment.span.layout.shards > 1:

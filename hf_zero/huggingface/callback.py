@@ -131,7 +131,7 @@ class ZeroCallback(TrainerCallback):
         batch = f"{rows_of(args, state)} rows per {sharers}"
         if args.gradient_accumulation_steps > 1:
             batch += f", {args.gradient_accumulation_steps} times per step"
-        about = {"precision": engine.precision.short, "training": f"{state.max_steps:,} steps of {batch}"}
+        about = {"precision": str(engine.precision), "training": f"{state.max_steps:,} steps of {batch}"}
         if state.global_step:
             folder = getattr(trainer, "_zero_resumed", None)
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")

@@ -132,6 +132,13 @@ def gradient(run: Run) -> None:
     run.before_step = lambda: run.model.head.bias.grad.mul_(float("nan"))  # in the last rank's slice
 
 
+def later(run: Run) -> None:
+    """After a backward of other values that are not finite, whose gradients were cleared."""
+    run.model(run.batch * (float("nan") if run.rank == 1 else 1.0)).sum().backward()
+    run.optimizer.zero_grad()
+    gradient(run)
+
+
 def update(run: Run) -> None:
     for group in run.optimizer.param_groups:
         group["lr"] = float("inf")
@@ -187,6 +194,7 @@ FAULTS: dict[str, tuple[Callable[[Run], None], str, str]] = {
         NUMBERS,
         rf"step {AT}, .*'head.bias' of unit .* is NaN. .*changed gradients after the reduction",
     ),
+    "later": (later, NUMBERS, rf"step {AT}, .*changed gradients after the reduction"),
     "update": (update, NUMBERS, rf"step {AT}, .*Its gradient was finite: the step of AdamW made it"),
 }
 """Name -> fault, class of the error, what it says."""
