@@ -25,6 +25,7 @@ from ..plan.machine import Machine, free_device_bytes, free_disk_bytes, free_hos
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from . import OK, WRONG
+from .files import writable
 from .show import print_json, short_size, table, text
 
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
@@ -157,6 +158,7 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
     from ..comm.watch import STALL_S
     from ..huggingface.plugin import ZeroAccelerator
 
+    writable(output)
     # Joins the ranks that torchrun started, and reports which device is this rank's.
     accelerator = ZeroAccelerator(cpu=not torch.cuda.is_available())
     try:

@@ -74,7 +74,7 @@ DEEPSPEED = (
     Row(_ZERO + "cpu_offload_params", "same", "offload_params", _TO_HOST),
     Row(_ZERO + "zero_quantized_weights", "same", "wire", _INT8, _ONE_FORMAT),
     Row(_ZERO + "zero_quantized_gradients", "same", "wire", _INT8, _ONE_FORMAT),
-    Row(_ZERO + "mics_shard_size", "to do", "replicas", why="set replicas to the ranks divided by this size"),
+    Row(_ZERO + "mics_shard_size", "to do", "replicas"),
     Row(_ZERO + "leaf_module.*", "same", "units", {}, "names and classes, such as units='*.experts,MoeBlock'"),
     *_rows("lost", _ZERO, {
         "no fixed split: offload_optimizer='auto' finds one": "offload_optimizer.ratio",
@@ -82,18 +82,24 @@ DEEPSPEED = (
         "wire='int8' compresses weights and gradients only": "zero_quantized_*",
     }),
     *_rows("not needed", _ZERO, {
-        "derived from the model: units are gathered, reduced, copied and prefetched as one, during computation":
-            "offload_*.* cpu_offload_use_pin_memory allgather_bucket_size reduce_bucket_size allgather_partitions "
-            "reduce_scatter contiguous_gradients sub_group_size stage3_prefetch_bucket_size stage3_max_live_parameters "
-            "stage3_max_reuse_distance prefetch_bucket_size max_live_parameters max_reuse_distance overlap_comm "
-            "use_multi_rank_bucket_allreduce stage3_module_granularity_threshold module_granularity_threshold "
+        "host buffers are pinned where there is a GPU, and sized by the plan": "offload_*.* cpu_offload_use_pin_memory",
+        "no buckets to size: a unit is gathered, reduced and prefetched as one":
+            "allgather_bucket_size reduce_bucket_size allgather_partitions reduce_scatter contiguous_gradients "
+            "sub_group_size stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
+            "prefetch_bucket_size max_live_parameters max_reuse_distance use_multi_rank_bucket_allreduce "
+            "stage3_module_granularity_threshold module_granularity_threshold",
+        "small parameters move with their block":
             "stage3_param_persistence_threshold param_persistence_threshold stage3_model_persistence_threshold "
-            "model_persistence_threshold round_robin_gradients legacy_stage1 memory_efficient_linear "
-            "log_trace_cache_warnings",
-        _WHOLE: "*gather_16bit_weights_on_model_save *gather_fp16_weights_on_model_save elastic_checkpoint "
-            "load_from_fp32_weights",
+            "model_persistence_threshold",
+        "communication always overlaps with computation": "overlap_comm",
+        "each rank copies only its own part to the host": "round_robin_gradients",
+        _WHOLE: "*gather_16bit_weights_on_model_save *gather_fp16_weights_on_model_save",
+        "checkpoints resume on any number of ranks": "elastic_checkpoint",
+        "masters are float32 and in the checkpoint": "load_from_fp32_weights",
         "unused parameters are handled as under DDP": "ignore_unused_parameters",
+        "one implementation": "legacy_stage1 memory_efficient_linear",
         "zero.Init handles initialisation by apply()": "override_module_apply",
+        "no trace cache": "log_trace_cache_warnings",
         "gathers stay within a replica": "mics_*",
     }),
     Row("bf16.enabled", "trainer", "bf16", _SWITCH),
@@ -124,27 +130,35 @@ DEEPSPEED = (
       for name in ("tensorboard", "wandb", "csv_monitor", "comet")),
     *_rows("lost", "", {
         "no fixed loss scale: torch's GradScaler adapts it": "fp16.loss_scale",
-        "gradients have one reduce_dtype, and are dense": "seq_parallel_communication_data_type sparse_gradients",
+        "no NVIDIA apex: use bf16 or fp16 of the Trainer": "amp.enabled",
+        "gradients have one reduce_dtype": "seq_parallel_communication_data_type",
+        "gradients of sparse embeddings are not supported": "sparse_gradients",
         "the Trainer's warm-up starts at 0": "scheduler.params.warmup_min_lr",
-        "checkpointed inputs: set offload_activations":
-            "activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing",
+        "activations stay on their rank": "activation_checkpointing.partition_activations",
+        "set offload_activations to cpu": "activation_checkpointing.cpu_checkpointing",
         "the number of ranks is fixed within a run; a checkpoint resumes on any number": "elasticity.*",
         _DATA_PARALLEL: "tensor_parallel.* pipeline.*",
         "only DeepSpeed has it":
             "sparse_attention* compression_training* data_efficiency* curriculum_learning* eigenvalue* "
-            "progressive_layer_drop* quantize_training* hybrid_engine* amp.enabled",
+            "progressive_layer_drop* quantize_training* hybrid_engine*",
     }),
     Row("activation_checkpointing.*", "trainer", "gradient_checkpointing", {}, "the model's own checkpointing"),
     *_rows("not needed", "", {
-        "masters and sums are float32; torch's GradScaler scales the loss with its own defaults":
-            "bf16.* fp16.* amp.* data_types.grad_accum_dtype prescale_gradients gradient_predivide_factor",
+        "masters, gradients and sums are float32": "bf16.*",
+        "torch's GradScaler scales the loss with its own defaults": "fp16.*",
+        "belongs to NVIDIA apex": "amp.*",
+        "gradients are accumulated in float32": "data_types.grad_accum_dtype",
+        "gradients are averaged in float32": "prescale_gradients gradient_predivide_factor",
         "follows from rows per rank, accumulation and ranks": "train_batch_size",
-        "torch's own optimizers, also over offloaded state":
-            "optimizer.params.torch_adam optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        "torch's own AdamW": "optimizer.params.torch_adam optimizer.legacy_fusion",
         "the disk tier chooses its requests itself": "aio.*",
         _WHOLE: "checkpoint.*",
-        "hf-zero plan and hf-zero report show it":
-            "wall_clock_breakdown memory_breakdown comms_logger.* dump_state flops_profiler.* autotuning.*",
+        "hf-zero report shows it": "wall_clock_breakdown memory_breakdown comms_logger.*",
+        "the plan is printed at the start": "dump_state",
+        "use torch's profiler; hf-zero report has times by part of the step": "flops_profiler.*",
+        "hf-zero plan says what fits before anything runs": "autotuning.*",
+        "an unsuitable optimizer raises an error": "zero_allow_untested_optimizer",
+        "torch's own optimizer updates offloaded state": "zero_force_ds_cpu_optimizer",
     }),
 )  # fmt: skip
 
@@ -174,7 +188,7 @@ FSDP = (
     }),
     *_rows("lost", "", {
         "set bf16 or fp16 of the Trainer; masters and sums are float32": "mixed_precision_policy",
-        "checkpointed inputs: set offload_activations": "activation_cpu_offload",
+        "set offload_activations to cpu": "activation_cpu_offload",
         "nothing is left out: freeze it": "ignored_modules ignored_params",
         "no TPUs": "xla*",
         _DATA_PARALLEL: "tp_size",
@@ -214,7 +228,7 @@ _DEEPSPEED_KEYS = (
     "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16", "optimizer",
 )  # fmt: skip
 _ACCELERATE_KEYS = {"distributed_type", "compute_environment", "deepspeed_config", "num_processes"}
-_NOTHING: tuple[Any, ...] = (None, "", "none", False, 0, "0", 1, "1", -1, [], {})
+_NOTHING: tuple[Any, ...] = (None, "", "none", False, 0, 1, -1, [], {})
 """Values with which a setting asks for nothing, so that nothing is lost."""
 _ALIKE = 0.9
 _NOTHING_ASKED: tuple[str, str, str] = ("not needed", "", "asks for nothing")
@@ -359,7 +373,13 @@ def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
     if row.verdict in ("lost", "to do") and value is not True and value in _NOTHING:
         return _NOTHING_ASKED
     if row.verdict == "to do":
-        return row.verdict, row.into, row.why
+        try:
+            size = int(str(value))
+        except ValueError:
+            return "lost", "", "expected a whole number of ranks"
+        if size < 1:
+            return _NOTHING_ASKED
+        return _replicas(made, None if made.ranks is None else made.ranks / size, f"ranks divided by {size}")
     if row.verdict not in ("same", "trainer"):
         return row.verdict, "", row.why
     if row.values == {}:
@@ -377,8 +397,19 @@ def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
             return "lost", "", f"{name} is {target[name]!r} already: here it is one setting"
     becomes = ", ".join(f"{name}={part}" for name, part in parts.items())
     if str(value).lower().startswith("hybrid") or (row.key, str(value)) in _HYBRID_NUMBERS:
-        return "to do", f"{becomes}, replicas", "set replicas to the number of machines: each shards one copy"
+        verdict, replicas, why = _replicas(made, made.machines, "number of machines")
+        return verdict, f"{becomes}, {replicas}", why
     return row.verdict, becomes, row.why
+
+
+def _replicas(made: Migration, count: float | None, what: str) -> tuple[str, str, str]:
+    """Translate hybrid sharding: each replica is one group of ranks that shards the state."""
+    why = "each group of neighbouring ranks shards one copy"
+    if count is None or count < 1 or count != int(count):
+        return "to do", "replicas", f"set replicas to the {what}: {why}"
+    if count > 1:
+        made.settings["replicas"] = int(count)
+    return "same", f"replicas={int(count)}", why
 
 
 def _finish(made: Migration) -> None:

@@ -173,8 +173,10 @@ def model_of(name: str, what: What) -> Any:
     """
     from ..huggingface.models import empty_model
 
-    if isinstance(what, Path) and what.is_file() and what.suffix != ".json":
-        raise ConfigError(f"{name}: expected a folder with a config.json, or that file")
+    if isinstance(what, Path):
+        if what.is_file() and what.suffix != ".json":
+            raise ConfigError(f"{name}: expected a folder with a config.json, or that file")
+        _check_counts(what if what.is_file() else what / "config.json")
     try:
         return empty_model(what)
     except ZeroError:
@@ -204,6 +206,27 @@ def _adapter(name: str, folder: Path) -> Any:
             f"{name} is an adapter of {base!r}, and cannot be planned with it: {kind}{_first_line(error)}. "
             f"Set base_model_name_or_path in {folder / ADAPTER}"
         ) from error
+
+
+_COUNTED = re.compile(r"layer|block|expert|depth|head")
+_MOST_COUNTED = 10_000
+
+
+def _check_counts(path: Path) -> None:
+    """Bound the counts of a configuration: model classes create lists of that length before any module.
+
+    Raises:
+        ConfigError: a count is too large; the message names the key.
+    """
+    waiting: list[Any] = [read_settings(path)]
+    while waiting:
+        value = waiting.pop()
+        for key, each in value.items() if isinstance(value, dict) else ():
+            if _COUNTED.search(key) and isinstance(each, (int, float)) and each > _MOST_COUNTED:
+                raise ConfigError(f"{path}: {key} is {each}, more than the {_MOST_COUNTED} that is believed")
+        waiting += [
+            each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, (dict, list))
+        ]
 
 
 def _layouts(model: nn.Module) -> Callable[..., Layout]:

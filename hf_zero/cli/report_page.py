@@ -14,6 +14,7 @@ from ..config import ranks_text, size_text
 from ..diagnostics.recorder import value_at
 from ..errors import ConfigError, needs
 from ..plan.costs import TIERS
+from .files import writable
 from .report import KIND_LABELS, LABELS, PARTS, Run, differences, read_all, summary
 from .show import print_json, table, text
 
@@ -26,6 +27,8 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 def run(folder: str, other: str | None, png: str | None, html: str | None, as_json: bool) -> None:
     """Show a run, or compare two."""
+    for path in (png, html):
+        writable(path)
     if png and Path(png).suffix.lower() != ".png":
         raise ConfigError(f"--png {png}: expected a name that ends in .png")
     if other and (png or html):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ from ..checkpoint.cards import CARD, RunFacts, card_for, is_unwritten, metrics_a
 from ..checkpoint.files import is_number
 from ..compat.preemption import Preemption, on_preemption
 from ..config import size_text
+from ..diagnostics.usage import limits
 from ..errors import ConfigError
 from ..params.engine import Engine, engine_of
 from ..plan.report import end, start
@@ -137,7 +139,9 @@ class ZeroCallback(TrainerCallback):
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
         if engine.wire.size == 1 and not engine.config.offloads:
             about["ranks"] = ONE_RANK
-        return start(engine.report(), type(engine.model).__name__, about)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
+        name = type(engine.model).__name__
+        return start(engine.report(), name, limits(engine, ranks_here), about)
 
     def _go_first(self, trainer: Trainer) -> None:
         """Go before all other callbacks, so that they find measurements in logs. Those that print logs print short lines."""

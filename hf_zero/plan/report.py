@@ -154,11 +154,12 @@ _SHARDED = {
 }
 
 
-def start(report: Report, model: str, about: Mapping[str, str]) -> str:
-    """Return one screen: the sharding, and the planned peak of each tier.
+def start(report: Report, model: str, limits: Mapping[str, tuple[int, str]], about: Mapping[str, str]) -> str:
+    """Return one screen: the sharding, and the planned peak of each tier against its limit.
 
     Args:
         model: its name.
+        limits: of this rank by tier; see `diagnostics.usage`.
         about: further rows, label and text, after the model.
     """
     share = f"{report.trainable / max(report.parameters, 1):.2%}"
@@ -167,17 +168,31 @@ def start(report: Report, model: str, about: Mapping[str, str]) -> str:
     states, plain = sum(report.predicted.values()), sum(report.data_parallel.values())
     share = f" ({states / plain:.0%})" if plain else ""
     rows.append(("states", f"{size_text(states)} per rank; plain data parallel {size_text(plain)}{share}"))
-    peaks = [row for row in report.tiers if row.kind == "all" and row.predicted_peak]
-    planned = ", ".join(f"{size_text(row.predicted_peak)} on {row.tier}" for row in peaks)
-    rows.append(("peak", f"{planned} per rank, planned (activations not counted)"))
     if sent := sum(row.predicted_bytes or 0 for row in report.roads if row.road in ("gather", "reduce")):
         rows.append(("sent", f"{size_text(sent)} per step and rank"))
-    head = f"hf_zero: ZeRO stage {report.stage} on {ranks_text(report.world_size)}"
-    return "\n".join([head, f"  {_SHARDED[report.stage]}", *_aligned(rows)])
+    return "\n".join(
+        [
+            f"hf_zero: ZeRO stage {report.stage} on {ranks_text(report.world_size)}",
+            f"  {_SHARDED[report.stage]}",
+            *_aligned(rows),
+            "  memory per rank at its peak, planned (activations not counted)",
+            *_aligned(_peaks(report, limits)),
+        ]
+    )
 
 
 def _aligned(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     return (f"  {label:<10}{text}" for label, text in rows)
+
+
+def _peaks(report: Report, limits: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, str]]:
+    """Yield each used tier and its planned peak, against its limit where that is known."""
+    for row in report.tiers:
+        if row.kind == "all" and row.predicted_peak:
+            limit, kind = limits.get(row.tier, (0, ""))
+            share = row.predicted_peak / limit if limit else 0
+            against = f" of {size_text(limit)} {kind}, {share:.1%}" if limit else ""
+            yield row.tier, f"{size_text(row.predicted_peak)}{against}{' DOES NOT FIT' if share > 1 else ''}"
 
 
 _PROCESS = {

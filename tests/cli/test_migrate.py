@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], set[str]]] = {
     "mics": (MICS, {"stage": 3}, {}, {"zero_optimization.mics_shard_size"}),
     "mics off": (MICS_OFF, {"stage": 3}, {}, set()),
     "wire at stage 0": (WIRE_0, {"stage": 0}, {}, set()),
-    "hybrid on two machines": (ACCELERATE_HYBRID, {"stage": 3}, {}, {"fsdp_config.fsdp_sharding_strategy"}),
+    "hybrid on two machines": (ACCELERATE_HYBRID, {"stage": 3, "replicas": 2}, {}, set()),
     "no shard": (NO_SHARD, {"stage": 0}, {}, set()),
     "other numbers": (
         L2_ADAM,
@@ -344,6 +344,17 @@ def test_a_typo_is_found(
     assert status == 1
     assert finding["key"] == key
     assert finding["why"] == f"not known. Did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(4, 2), ("4", 2), ("four", None), ("0", None)])
+def test_the_number_of_replicas_follows_from_the_ranks(
+    size: Any, replicas: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, {"zero_optimization": {"stage": 3, "mics_shard_size": size}}, "ds")
+    content = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    status, values = found(capsys, written(tmp_path, content))
+    assert values["settings"] == {"stage": 3, **({"replicas": replicas} if replicas else {})}
+    assert status == (1 if size == "four" else 0)
 
 
 @pytest.mark.parametrize(
