@@ -138,7 +138,7 @@ class Watcher:
         self._peers: dict[int, _Peer] = {}
         self._listener = Listener(own_address(store), self._answer)
         self.card = self._listener.card
-        self._stop = Event()
+        self._wake, self._is_over = Event(), False
         self._thread = threading.Thread(target=self._run, name="hf_zero watch", daemon=True)
         self._thread.start()
         weakref.finalize(owner, self._end, os.getpid())  # runs at exit, too
@@ -162,6 +162,7 @@ class Watcher:
         }
         self.hosts = [card.host for card in cards]
         self._met = time.perf_counter()
+        self._wake.set()  # a network that is cut soon must have been seen to work
 
     @property
     def has_met(self) -> bool:
@@ -223,7 +224,11 @@ class Watcher:
     # In the watcher's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(self.tick_s):
+        while True:
+            self._wake.wait(self.tick_s)
+            self._wake.clear()
+            if self._is_over:
+                return
             try:
                 if self.stall_s > 0:
                     self._check()
@@ -250,7 +255,8 @@ class Watcher:
     def _end(self, process: int) -> None:
         if os.getpid() != process:  # a forked child has no such threads
             return
-        self._stop.set()
+        self._is_over = True
+        self._wake.set()
         if self._thread is not threading.current_thread():
             self._thread.join(10)
         if self.stall_s and "" in self.lanes:
