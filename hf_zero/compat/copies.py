@@ -71,16 +71,17 @@ class Copies(Observer):
         """Return full values of those of these parameters that the engine has, in their own dtypes."""
         found: dict[nn.Parameter, Tensor] = {}
         with self._engine.wire.watch.doing("copy.deepcopy() of a sharded model"):
+            spans = [span for unit in self._engine.units for span in unit.spans]
+            spans = [span for span in spans if not params.keys().isdisjoint(span.params)]
+            if not all(span.unit.is_pinned for span in spans):
+                self._engine.exchange(None)  # ranks meet first, as for `state_dict()`
             self._engine.quiesce()
-            for unit in self._engine.units:
-                for span in unit.spans:
-                    if params.keys().isdisjoint(span.params):
-                        continue
-                    # Inside zero.unsharded and GatheredParameters, user code copies what it sees.
-                    views = span.views if unit.is_pinned else _views(span, full_values(span))
-                    for slot, param, view in zip(span.layout.slots, span.params, views):
-                        if param in params:
-                            found[param] = view.to(getattr(torch, slot.spec.dtype), copy=True)
+            for span in spans:
+                # Inside zero.unsharded and GatheredParameters, user code copies what it sees.
+                views = span.views if span.unit.is_pinned else _views(span, full_values(span))
+                for slot, param, view in zip(span.layout.slots, span.params, views):
+                    if param in params:
+                        found[param] = view.to(getattr(torch, slot.spec.dtype), copy=True)
         return found
 
 

@@ -86,6 +86,8 @@ class StateDicts(Observer):
             if not self._context.is_unsharded:
                 self._engine.follow_writes()  # full parameters lack what user code wrote to the optimizer's tensors
             if not all(map(self._is_shown, spans)):
+                # Ranks meet first: these gathers would meet those of a forward on another rank.
+                self._engine.exchange(None)
                 self._engine.finish_step()
             for span in spans:
                 whole = None if self._is_shown(span) else full_values(span)

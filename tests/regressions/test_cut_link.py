@@ -165,7 +165,9 @@ def test_a_rank_with_the_store_is_stopped_or_killed(tmp_path: Path) -> None:
     stopped, killed = ((out / case / "rank1.txt") for case in cases)
     text = stopped.read_text()
     assert re.search(r"StallError: rank 0 does not answer, and rank 1 has waited \d+ s", text), text
-    assert re.search(r"rank 0: in .*; no answer for \d+ s", text), text
+    assert re.search(r"rank 0: (in .*; no answer for \d+ s|no answer so far)", text), (
+        text
+    )  # asked before the stop or not
     assert re.search(r"rank 1: in \w+ of step 4, waits for .*cut_link_job.py:\d+ in train", text), text
     assert stopped.stat().st_mtime - began < SLOW * stall_s + 2 * LATE_S
     assert "StallError: rank 1, in " in killed.read_text(), killed.read_text()
