@@ -106,11 +106,6 @@ class Link:
         self._started.append(process)
         return process
 
-    def processes(self, host: int) -> list[int]:
-        """All that run on it."""
-        found = subprocess.run(["ip", "netns", "pids", self._names[host]], capture_output=True, text=True, check=True)
-        return [int(process) for process in found.stdout.split()]
-
     def cut(self, host: int) -> None:
         """Take the link down, at this end."""
         _ip("-n", self._names[host], "link", "set", self._devices[host], "down")

@@ -93,14 +93,6 @@ def test_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, pla
     assert pools[1].run(at_any_moment, place, str(tmp_path), random.randrange(1 << 30), 12) == [[]]
 
 
-@pytest.mark.wide
-@pytest.mark.timeout(960)
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "in backward"])
-def test_many_interrupts_at_any_moment(pools: dict[int, RankPool], tmp_path: Any, place: str) -> None:
-    seed = random.randrange(1 << 30)
-    assert pools[1].run(at_any_moment, place, str(tmp_path), seed, 400, timeout_s=900) == [[]]
-
-
 @on_ranks(1)
 def test_interrupts_while_a_disk_reads(rank: int, world: int, tmp_path: Path) -> list[int]:
     """A unit that an interrupt left half read was used as it was; a late read wrote into memory that had been freed.

@@ -7,13 +7,11 @@ import importlib
 import re
 from collections.abc import Iterator
 
-import pytest
 from accelerate import Accelerator, ParallelismConfig
 from transformers import Trainer
 
 import hf_zero as zero
 from tests.test_architecture import ROOT, trees
-from tests.test_docs import PAGES
 
 TITLE = "What is replaced in other libraries"
 
@@ -111,18 +109,3 @@ def test_the_versions_are_those_of_the_tests() -> None:
     for name, version in (word.split() for word in line.split(", ")):
         assert pinned[name] == version
         assert importlib.import_module(name).__version__.partition("+")[0] == version
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
-def test_no_page_denies_it(page: object) -> None:
-    text = page.read_text(encoding="utf-8")  # type: ignore[attr-defined]
-    assert not re.search(r"[Nn]othing of (accelerate|transformers)|nothing is patched|patches nothing", text)
-
-
-def test_no_docstring_denies_it() -> None:
-    denying = [
-        module
-        for module, tree in trees().items()
-        if re.search(r"[Nn]othing of \w+ is patched", ast.get_docstring(tree) or "")
-    ]
-    assert not denying

@@ -12,11 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from datasets import Dataset
-from harness import OUT, Tokens, arguments, check, fresh, gpt2, raised, tokenizer, watch
+from harness import OUT, Tokens, arguments, check, fresh, gpt2, raised, watch
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from trl import SFTConfig, SFTTrainer
 
 import hf_zero as zero
 
@@ -80,21 +78,10 @@ def stock(stage: int, **changes: Any) -> Callable[[], Trainer]:
     )
 
 
-def of_flags(cls: type[Trainer]) -> Callable[[], Trainer]:
+def of_flags() -> Trainer:
     given = {"use_cpu": False, "max_steps": 1, "save_strategy": "no", "zero_stage": 2}
-    return lambda: cls(
-        gpt2(), arguments(OUT / "flags", None, zero.ZeroTrainingArguments, **given), train_dataset=Tokens()
-    )
-
-
-def supervised() -> Trainer:
-    given = {"use_cpu": False, "max_steps": 1, "save_strategy": "no", "max_length": 24, "bf16": False}
-    return SFTTrainer(
-        gpt2(),
-        arguments(OUT / "sft", 3, SFTConfig, **given),
-        train_dataset=Dataset.from_dict({"text": [f"w{row} w{row + 1} w{row + 2}" for row in range(16)]}),
-        processing_class=tokenizer(),
-    )
+    args = arguments(OUT / "flags", None, zero.ZeroTrainingArguments, **given)
+    return zero.ZeroTrainer(gpt2(), args, train_dataset=Tokens())
 
 
 def batches() -> DataLoader[Any]:
@@ -186,12 +173,9 @@ def another_port() -> None:
 def counted_wrong(when: str) -> None:
     """Every entrance, before the program opens a process group (accelerate then opens one itself) and after."""
     cases: dict[str, Callable[[], str]] = {}
-    for stage in (0, 2, 3):
-        for use in ("train", "evaluate", "predict"):
-            cases[f"stock {use} {stage}"] = partial(trained, stock(stage), use)
-    cases["ZeroTrainer"] = partial(trained, of_flags(zero.ZeroTrainer))
-    cases["zero_trainer_cls"] = partial(trained, of_flags(zero.zero_trainer_cls(Trainer)))
-    cases["SFTTrainer"] = partial(trained, supervised)
+    for use, stage in (("train", 0), ("train", 3), ("evaluate", 2), ("predict", 3)):
+        cases[f"stock {use} {stage}"] = partial(trained, stock(stage), use)
+    cases["ZeroTrainer"] = partial(trained, of_flags)
     for cls, name in ((Accelerator, "parallelism_config"), (zero.ZeroAccelerator, "zero_plugin")):
         cases[cls.__name__] = partial(accelerated, cls, name)
     for name, work in cases.items():
