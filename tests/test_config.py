@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from torch import nn
 
 import hf_zero as zero
-from hf_zero.config import STAGES
-from hf_zero.core.precision import Precision
 
 
 @pytest.mark.parametrize("stage", [7, -1, "3", 2.0, True, None])
@@ -21,7 +20,7 @@ def test_errors_are_also_the_standard_ones():
     with pytest.raises(ValueError, match="reduce_dtype must be one of"):
         zero.ZeroConfig(reduce_dtype="int8")
     with pytest.raises(zero.ConfigError, match="mixed_precision must be"):
-        Precision.of("fp8", None)
+        zero.shard(nn.Linear(2, 2), mixed_precision="fp8")
     with pytest.raises(zero.ConfigError, match="wire='int4' was removed. Use wire='int8'"):
         zero.ZeroConfig(stage=2, wire="int4")
 
@@ -34,7 +33,9 @@ def test_names_of_a_dtype(name):
 
 
 def test_stage_table():
-    assert [(p.shard, p.keep_full, p.reduce_each_backward) for p in (STAGES[i] for i in range(4))] == [
+    assert [
+        (p.shard, p.keep_full, p.reduce_each_backward) for p in (zero.ZeroConfig(stage=i).policy for i in range(4))
+    ] == [
         (False, True, False),
         (True, True, False),
         (True, True, True),

@@ -10,10 +10,10 @@ import torch
 
 import hf_zero as zero
 from hf_zero import ConfigError
+from tests.kit.bits import equal, values
 from tests.kit.common import gpt2, loss_of, optimizer_for
-from tests.kit.offloading import SMALL_ROADS, equal, values
 from tests.kit.pool import on_ranks
-from tests.kit.transports import Tier
+from tests.kit.transports import ROADS, Tier
 
 pytestmark = pytest.mark.gloo
 STEPS = 2
@@ -22,7 +22,7 @@ STEPS = 2
 def made(config: zero.ZeroConfig, dtype: str) -> tuple[Any, torch.optim.Optimizer, zero.Engine]:
     model = gpt2(n_layer=4)
     optimizer = optimizer_for(model, 2)
-    return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, **SMALL_ROADS.given)
+    return model, optimizer, zero.shard(model, optimizer, config, mixed_precision=dtype, **ROADS["small blocks"].given)
 
 
 def trained(rank: int, made: tuple[Any, torch.optim.Optimizer, zero.Engine]) -> tuple[list[float], list[Any]]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_zero as zero
+from tests.kit.bits import same, values
 from tests.kit.common import MODELS, Case, batch, optimizer_for
-from tests.kit.offloading import same, values
 from tests.kit.transports import SMALL, Inflight, Link, Roads
 from tests.settings import covering
 

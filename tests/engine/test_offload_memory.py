@@ -19,10 +19,9 @@ import torch
 
 import hf_zero as zero
 from tests.kit.common import Case, batch, gpt2, loss_of, nameless_files, optimizer_for
-from tests.kit.offloading import SMALL_ROADS
 from tests.kit.pool import on_ranks
-from tests.kit.transports import SMALL, Inflight, PairWire, Roads
-from tests.models import llama
+from tests.kit.transports import ROADS, SMALL, Inflight, PairWire, Roads
+from tests.models import WIDTH, Block, llama
 
 pytestmark = pytest.mark.gloo
 
@@ -156,7 +155,7 @@ def test_stepping_in_backward_stays_within_the_plan(rank: int, world: int, tmp_p
         torch.manual_seed(0)
         model = llama(hidden_size=64, num_hidden_layers=3, intermediate_size=128, vocab_size=193)
         adam = optimizer_for(model, 1)
-        engine = zero.shard(model, adam, case.config(tmp_path), mixed_precision=dtype, **SMALL_ROADS.given)
+        engine = zero.shard(model, adam, case.config(tmp_path), mixed_precision=dtype, **ROADS["small blocks"].given)
         engine.record()
         for step in range(STEPS):
             loss_of(model, rank, step).backward()
@@ -233,24 +232,12 @@ def test_an_engine_leaves_nothing_behind(rank: int, world: int, tmp_path: Path) 
         assert not threads()
 
 
-class Keeps(torch.nn.Module):
-    """A block that keeps an activation, with its graph, on itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-        self.seen: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = torch.tanh(self.linear(x))
-        return self.seen
-
-
 @on_ranks()
 def test_a_backward_after_the_model_is_an_error_by_name(rank: int, world: int) -> None:
-    model = torch.nn.Sequential(Keeps(), Keeps())
+    """Its blocks keep an activation, whose graph is left."""
+    model = torch.nn.Sequential(Block(), Block())
     zero.shard(model, None, zero.ZeroConfig(stage=3))
-    loss = model(torch.ones(2, 4)).sum()
+    loss = model(torch.ones(2, WIDTH)).sum()
     del model
     gc.collect()
     with pytest.raises(zero.StateError, match="is gone"):

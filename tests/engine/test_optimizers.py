@@ -13,10 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import Engine, shard
-from hf_zero.optimizers.facts import state_tensors
-from hf_zero.optimizers.kinds import Kind, kind_of, state_bytes
 from tests import optimizers as own
-from tests.programs.optimizers import Lookahead
 
 
 def mlp() -> nn.Sequential:
@@ -37,25 +34,17 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(3, 6)).square().mean().backward()
 
 
-def test_trials_find_what_an_unknown_class_steps_over() -> None:
-    params = list(mlp().parameters())
-    found = {
-        kind.__name__: kind_of(kind(params), set(params), sharded=True, offloaded=False)
-        for kind in (own.Lion, own.Eager, own.Careful, own.Layerwise, own.Projects, own.Doubled)
-    }
-    element_wise = dict.fromkeys(("Lion", "Eager", "Careful"), Kind.ELEMENTWISE)
-    assert found == element_wise | dict.fromkeys(("Layerwise", "Projects", "Doubled"), Kind.MATRICES)
-
-
-def test_trials_leave_options() -> None:
-    params = list(mlp().parameters())
-    optimizer = own.Counts(params, "tensor", by_layer=True)
-    kind_of(optimizer, set(params), sharded=True, offloaded=True)
-    assert float(optimizer.param_groups[0]["k"]) == 0.0
-    wrapper = Lookahead(torch.optim.SGD(params, lr=0.1))  # it steps by another optimizer, which has the same groups
-    state_bytes(wrapper, 0, (8, 6), torch.float32)
-    assert state_tensors([wrapper]) == 2
-    assert wrapper.param_groups[0]["calls"] == 0
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [(own.Lion, 1), (own.Eager, 1), (own.Careful, 1), (own.Layerwise, 2), (own.Projects, 2), (own.Doubled, 2)],
+)
+def test_trials_find_what_an_unknown_class_steps_over(kind: Any, dims: int) -> None:
+    """Elements are shown to the optimizer in one dimension."""
+    model = mlp()
+    optimizer = kind(model.parameters())
+    engine = shard(model, optimizer, ZeroConfig(stage=2, offload_optimizer="cpu"))
+    assert optimizer.param_groups[0]["params"][0].dim() == dims
+    engine.detach()
 
 
 class Noisy(own.Layerwise):
@@ -66,12 +55,10 @@ class Noisy(own.Layerwise):
 
 
 def test_trials_leave_random_states() -> None:
-    params = list(mlp().parameters())
+    model = mlp()
+    optimizer = Noisy(model.parameters())
     before = torch.get_rng_state()
-    optimizer = Noisy(params)
-    assert kind_of(optimizer, set(params), sharded=False, offloaded=False) is Kind.MATRICES
-    state_bytes(optimizer, 0, (8, 6), torch.float32)
-    assert state_tensors([optimizer]) == 1
+    shard(model, optimizer, ZeroConfig(stage=2)).detach()
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -118,11 +105,12 @@ def test_a_registered_kind_goes_before_the_trial() -> None:
     class Declared(own.Global):
         pass
 
-    params = list(mlp().parameters())
-    with pytest.raises(UnsupportedOptimizerError, match="together with others than alone"):
-        kind_of(Declared(params), set(params), sharded=True, offloaded=False)
+    model = mlp()
+    config = ZeroConfig(stage=2, offload_optimizer="cpu")
+    with pytest.raises(UnsupportedOptimizerError, match="one parameter after another"):
+        shard(model, Declared(model.parameters()), config)
     register_optimizer(Declared, "matrices")
-    assert kind_of(Declared(params), set(params), sharded=True, offloaded=False) is Kind.MATRICES
+    shard(model, Declared(model.parameters()), config).detach()
     with pytest.raises(ConfigError, match="'elementwise' or 'matrices'"):
         register_optimizer(Declared, "rows")
 

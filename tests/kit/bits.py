@@ -1,4 +1,4 @@
-"""Rows under which a function on `tests.oracle.Run` ends in the same bits, where plain training has others."""
+"""Values that are equal to the bit; rows under which a function on `tests.oracle.Run` ends in the same bits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.kit.offloading import equal
+import torch
+
 from tests.kit.pool import RankPool
 from tests.oracle import Program, Run, train
 from tests.settings import Setting
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Equal values, and of tensors equal types and shapes; on the meta device there are no values."""
+    if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return bool(mine == theirs)
+    if (mine.dtype, mine.shape, mine.device) != (theirs.dtype, theirs.shape, theirs.device):
+        return False
+    return mine.is_meta or torch.equal(mine, theirs)
+
+
+def values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What a run ends with: weights, and the optimizer's state in the order of its keys."""
+    state = optimizer.state_dict()["state"]
+    return [
+        *(value.clone() for value in model.state_dict().values()),
+        *(state[i][key] for i in state for key in sorted(state[i])),
+    ]
+
+
+def equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(same(a, b) for a, b in zip(ours, theirs))
 
 
 def _values(outcome: dict[str, Any]) -> list[Any]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import hf_zero as zero
+from tests.kit.bits import equal
 from tests.kit.pool import RankPool, on_ranks
 from tests.models import LanguageModel, ids, token_loss
 from tests.programs.failures import Bomb, Failed, throw
@@ -109,13 +109,6 @@ class Loop:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
         entries = [entry[key] for _, entry in sorted(state["state"].items()) for key in sorted(entry)]
         return [*self.model.state_dict().values(), *entries, *groups]
-
-
-def equal(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        a.is_meta == b.is_meta and (a.is_meta or torch.equal(a, b)) if isinstance(a, Tensor) else a == b
-        for a, b in zip(one, other)
-    )
 
 
 @contextmanager

@@ -21,9 +21,10 @@ import pytest
 import torch
 
 import hf_zero as zero
+from tests.kit.bits import equal
 from tests.kit.pool import RankPool, on_ranks
 from tests.models import LanguageModel, ids
-from tests.regressions.test_failed_steps import PLACES, Loop, equal, heard
+from tests.regressions.test_failed_steps import PLACES, Loop, heard
 
 pytestmark = pytest.mark.gloo
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import hf_zero as zero
+from tests.kit.bits import equal
 from tests.kit.pool import on_ranks
 from tests.models import ids, llama
-from tests.regressions.test_failed_steps import Loop, equal, heard, interrupt
+from tests.regressions.test_failed_steps import Loop, heard, interrupt
 from tests.sequence.models import batch, whole
 
 pytestmark = pytest.mark.gloo
