@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,20 @@ def test_slices_are_born_on_disk(rank: int, world: int, tmp_path: Path) -> None:
     assert rank != 0 or not torch.equal(state["0.weight"], 2.0 * plain[0].weight)
     assert losses[1] < losses[0]
     engine.detach()
+
+
+def limited(rank: int, world: int, folder: str) -> list[float]:
+    resource.setrlimit(resource.RLIMIT_DATA, (1536 << 20, 1536 << 20))
+    return train(born(160, 2048, folder), rank, folder)[0]
+
+
+@pytest.mark.wide
+def test_671_million_parameters(tmp_path: Path) -> None:
+    """Stepped in backward, in 1.5 GiB of data segment. Otherwise: tests/regressions/test_disk_gradients.py."""
+    pool = RankPool(2, executed=True)
+    try:
+        found = pool.run(limited, str(tmp_path), timeout_s=1200)
+    finally:
+        pool.stop()
+    assert found[0]
+    assert all(0 < loss < 1 for losses in found for loss in losses)

@@ -26,8 +26,8 @@ def data_bytes() -> int:
 
 
 def limited(rank: int, world: int, folder: str, layers: int, width: int, params: str, limit: int) -> tuple[float, int]:
-    """Train two steps in `limit` bytes of data segment above what a tiny training takes. Returns the last loss and the bytes of
-    gradients that the report has on disk."""
+    """Train two steps in `limit` bytes of data segment above what a tiny training takes; positive: in all. Returns the last
+    loss and the bytes of gradients that the report has in host memory and on disk."""
     with zero.Init():  # it imports transformers
         tiny = nn.Linear(8, 8)
     adamw = torch.optim.AdamW(tiny.parameters())
@@ -36,7 +36,7 @@ def limited(rank: int, world: int, folder: str, layers: int, width: int, params:
     warm.clip_grad_norm_(1.0)
     adamw.step()
     warm.detach()
-    most = data_bytes() + limit
+    most = limit if limit > 0 else data_bytes() - limit
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     torch.manual_seed(0)
     with zero.Init(offload_params=params, offload_dir=folder):
@@ -61,6 +61,17 @@ def limited(rank: int, world: int, folder: str, layers: int, width: int, params:
     return loss.item(), told
 
 
+def in_a_limit(folder: Path, layers: int, width: int, params: str, limit: int, timeout_s: float) -> None:
+    pool = RankPool(2, executed=True)
+    try:
+        answers = pool.run(limited, str(folder), layers, width, params, limit, timeout_s=timeout_s)
+    finally:
+        pool.stop()
+    for loss, gradients in answers:
+        assert 0 < loss < 10
+        assert gradients >= 2 * layers * width * width
+
+
 @pytest.mark.parametrize(("params", "limit_mib"), [("disk", 330), pytest.param("none", 410, marks=pytest.mark.wide)])
 def test_gradients_take_no_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: str, limit_mib: int
@@ -72,11 +83,10 @@ def test_gradients_take_no_host_memory(
     if params == "none":  # holes in malloc's heap differ from run to run
         monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(MIB))
-    layers, width, pool = 48, 1024, RankPool(2, executed=True)
-    try:
-        answers = pool.run(limited, str(tmp_path), layers, width, params, limit_mib * MIB, timeout_s=300)
-    finally:
-        pool.stop()
-    for loss, gradients in answers:
-        assert 0 < loss < 10
-        assert gradients >= 2 * layers * width * width
+    in_a_limit(tmp_path, 48, 1024, params, -limit_mib * MIB, 300)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("params", "limit_mib"), [("disk", 1536), ("none", 3072)])
+def test_671_million_parameters_in_little_memory(tmp_path: Path, params: str, limit_mib: int) -> None:
+    in_a_limit(tmp_path, 160, 2048, params, limit_mib * MIB, 1200)

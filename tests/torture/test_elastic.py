@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -30,6 +31,7 @@ from elastic_job import NumberedRows, arguments
 from harness import fresh, gpt2
 
 ROWS, TAKEN = 24, 6
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 PLAIN = str(JOBS / "elastic_plain.py")
 
 
@@ -190,6 +192,44 @@ def test_a_machine_is_lost_and_another_comes(plain: Path, tmp_path: Path) -> Non
     expected, found = weights(plain), weights(tmp_path)
     for name, value in expected.items():
         assert (found[name] - value).abs().max() < 1e-6, name
+
+
+FLAGS = {
+    "finetune.py": "--corpus-size=60000 --max-eval-samples=8 --logging-steps=1 --save-total-limit=2 --disable-tqdm=true "
+    "--resume-from-checkpoint=latest",
+    "finetune_no_trainer.py": "--resume",
+}
+CHECKPOINTS = {"finetune.py": "checkpoint-*", "finetune_no_trainer.py": "checkpoints/checkpoint_*"}
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(900)
+@pytest.mark.gloo
+@pytest.mark.parametrize(("script", "stage"), [("finetune.py", 2), ("finetune.py", 3), ("finetune_no_trainer.py", 3)])
+def test_a_script_goes_on_after_a_kill(tmp_path: Path, script: str, stage: int) -> None:
+    """As it is typed: killed after its first checkpoint, it ends with the losses and weights of a whole run."""
+    log = tmp_path / "log"
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", str(SCRIPTS / script), f"--zero-stage={stage}"]
+    words += ["--block-size=32", "--max-steps=40", "--per-device-train-batch-size=4", "--save-steps=5"]
+    words += FLAGS[script].split()
+    ended(agent(log, *words, f"--output-dir={tmp_path / 'whole'}"), log, 300)
+    job = agent(log, *words, f"--output-dir={tmp_path / 'cut'}")
+    try:
+        until(lambda: list((tmp_path / "cut").glob(CHECKPOINTS[script])), 180, log)
+        os.kill(ranks_of(job)[1], signal.SIGKILL)
+        ended(job, log, 300)
+    finally:
+        lose(job)
+    assert log.read_text().count("exitcode: -9") == 1
+    one, other = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "cut"))
+    assert all(other[name].equal(value) for name, value in one.items())
+    if script == "finetune.py":
+        assert "hf_zero: resumed from checkpoint-" in log.read_text()
+        states = [json.loads((tmp_path / run / "trainer_state.json").read_text()) for run in ("whole", "cut")]
+        for name in ("loss", "grad_norm", "learning_rate"):
+            losses = [[entry[name] for entry in state["log_history"] if name in entry] for state in states]
+            assert len(losses[0]) == 40
+            assert losses[0] == losses[1], name
 
 
 # ---- many kills ------------------------------------------------------------------------------------------------------

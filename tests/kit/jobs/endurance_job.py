@@ -1,6 +1,6 @@
 """A long run with saves and evaluations: `endurance_job.py OUT WAY TIER STEPS EVERY RUN`. Every EVERY steps it looks at itself.
 
-WAY is trainer or plain. TIER is device, disk, auto, or born (`zero.Init`); stage 3. Temporary files go to a folder
+WAY is trainer, accelerate or plain. TIER is device, disk, auto, or born (`zero.Init`); stage 3. Temporary files go to a folder
 of this rank's own.
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from elastic_job import NumberedRows, arguments, model_of, settings_of
 from harness import OUT, RANK, WORLD, check, watch
 from transformers import Trainer, TrainerCallback
@@ -70,6 +72,33 @@ def trainer(tier: str, steps: int, every: int, run: Path) -> float:
     return float(run_.evaluate()["eval_loss"])
 
 
+def with_accelerate(tier: str, steps: int, every: int, run: Path) -> float:
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(str(run), automatic_checkpoint_naming=True, total_limit=2),
+        parallelism_config=zero.ZeroPlugin(**settings_of(tier, TIER), async_save=tier != "device"),
+    )
+    model = model_of(tier)
+    loader = torch.utils.data.DataLoader(ROWS, 12 // WORLD)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
+    looks, step, loss = Looks(run), 0, torch.zeros(())
+    while step < steps:
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % every == 0:
+                with torch.no_grad():
+                    model(**batch)
+                accelerator.save_state()
+                looks(step, model)
+    accelerator.end_training()
+    return loss.item()
+
+
 def plain(tier: str, steps: int, every: int, run: Path) -> float:
     torch.distributed.init_process_group("gloo")
     model = model_of(tier)
@@ -105,7 +134,7 @@ if __name__ == "__main__":
     own.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = os.environ["TMPDIR"] = str(own)
     run.mkdir(parents=True, exist_ok=True)
-    ways = {"trainer": trainer, "plain": plain}
+    ways = {"trainer": trainer, "accelerate": with_accelerate, "plain": plain}
     check("run", lambda: ways[way](tier, steps, every, run))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
