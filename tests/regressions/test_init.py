@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from tests.kit.families import SMALL, qwen3_moe, resnet, vit
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 from tests.models import VOCAB, bert, ids, llama, t5
 from tests.models import gpt2 as unseeded_gpt2
 
@@ -127,7 +127,8 @@ def test_created_with_the_plain_values(pools: dict[int, RankPool], name: str) ->
         pools[world].run(exact, name)
 
 
-def guarded(rank: int, world: int) -> None:
+@on_ranks()
+def test_until_it_is_sharded(rank: int, world: int) -> None:
     model, _ = build(gpt2)
     tokens = ids(rank, 0)
     with pytest.raises(zero.StateError, match=r"zero\.Init.*accelerator\.prepare"):
@@ -166,11 +167,8 @@ def guarded(rank: int, world: int) -> None:
     assert torch.equal(inside(input_ids=tokens, labels=tokens).loss, loss)
 
 
-def test_until_it_is_sharded(two: RankPool) -> None:
-    two.run(guarded)
-
-
-def in_parts(rank: int, world: int) -> None:
+@on_ranks()
+def test_sharded_in_parts(rank: int, world: int) -> None:
     """Two engines inside one deferred module: its values are theirs."""
     model, _ = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     expected = [whole(p) for p in model.parameters()]
@@ -179,11 +177,8 @@ def in_parts(rank: int, world: int) -> None:
     assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), expected))
 
 
-def test_sharded_in_parts(two: RankPool) -> None:
-    two.run(in_parts)
-
-
-def seeds(rank: int, world: int) -> None:
+@on_ranks()
+def test_different_seeds_become_rank_0s(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     before = torch.get_rng_state()
     with zero.Init():
@@ -195,11 +190,9 @@ def seeds(rank: int, world: int) -> None:
     assert torch.equal(whole(layer.bias), plain.bias)
 
 
-def test_different_seeds_become_rank_0s(two: RankPool) -> None:
-    two.run(seeds)
-
-
-def contexts(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(None)
+def test_contexts_leave_nothing_behind(rank: int, world: int) -> None:
     """Nested, repeated and failed contexts leave nothing behind."""
     hooks = nn.modules.module._global_parameter_registration_hooks, nn.modules.module._global_module_registration_hooks
     before = {key for each in hooks for key in each}  # engines of other tests in this process, freed at any time
@@ -258,14 +251,6 @@ def contexts(rank: int, world: int) -> None:
     assert gone() is None
 
 
-def test_contexts_leave_nothing_behind(two: RankPool) -> None:
-    two.run(contexts)
-
-
-def test_contexts_alone() -> None:
-    contexts(0, 1)
-
-
 class HalfMade(nn.Module):
     """Its `__getattr__` cannot answer before it is complete, as that of PEFT's wrappers."""
 
@@ -285,7 +270,8 @@ class HalfMade(nn.Module):
             raise
 
 
-def half_made(rank: int, world: int) -> None:
+@on_ranks()
+def test_modules_are_not_asked_while_they_are_made(rank: int, world: int) -> None:
     torch.manual_seed(7)
     plain = nn.Sequential(HalfMade(), HalfMade())
     model, _ = build(lambda: nn.Sequential(HalfMade(), HalfMade()))
@@ -308,11 +294,8 @@ def test_own_elements_of_an_open_parameter_that_is_not_row_major() -> None:
     assert torch.equal(zero.full_parameter(model.weight), torch.arange(35.0).view(7, 5))
 
 
-def test_modules_are_not_asked_while_they_are_made(two: RankPool) -> None:
-    two.run(half_made)
-
-
-def resident(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_memory_afterwards_is_that_of_the_slices(rank: int, world: int) -> None:
     """What whole parameters took between slices that stay goes back to the system."""
 
     def resident_bytes() -> int:
@@ -331,11 +314,8 @@ def resident(rank: int, world: int) -> None:
     assert resident_bytes() - before < model_bytes / world + (8 << 20)
 
 
-def test_memory_afterwards_is_that_of_the_slices(pools: dict[int, RankPool]) -> None:
-    pools[3].run(resident)
-
-
-def resize(rank: int, world: int) -> None:
+@on_ranks()
+def test_resize_token_embeddings(rank: int, world: int) -> None:
     model, _ = build(gpt2)
     torch.manual_seed(7)
     plain = gpt2()
@@ -359,7 +339,3 @@ def resize(rank: int, world: int) -> None:
     engine.detach()
     model.resize_token_embeddings(VOCAB)
     assert model.lm_head.weight.shape[0] == VOCAB
-
-
-def test_resize_token_embeddings(two: RankPool) -> None:
-    two.run(resize)

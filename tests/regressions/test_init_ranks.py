@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import RankPool, on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -88,19 +88,20 @@ def scaled_afterwards(model: Any, rank: int) -> None:
 CHANGES = [fill_alone, by_rank, own_seed, through_view, load_alone, scaled_afterwards]
 
 
-def differ(rank: int, world: int, number: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("number", range(len(CHANGES)), ids=[each.__name__ for each in CHANGES])
+@pytest.mark.parametrize("tier", ["none", "disk"])
+@on_ranks()
+def test_ranks_that_compute_other_values_are_refused(
+    rank: int, world: int, tmp_path: Path, number: int, tier: str
+) -> None:
+    options = {"offload_params": tier, "offload_dir": str(tmp_path)}
     with pytest.raises(zero.RankMismatchError, match=r"(Linear\.weight|shape|parameter).*zero\.Init"):
         build(rank, CHANGES[number], **options)
     build(rank)  # and the process is as before
 
 
-@pytest.mark.parametrize("number", range(len(CHANGES)), ids=[each.__name__ for each in CHANGES])
-@pytest.mark.parametrize("tier", ["none", "disk"])
-def test_ranks_that_compute_other_values_are_refused(two: RankPool, tmp_path: Path, number: int, tier: str) -> None:
-    two.run(differ, number, {"offload_params": tier, "offload_dir": str(tmp_path)})
-
-
-def given_by_rank(rank: int, world: int) -> None:
+@on_ranks()
+def test_values_given_by_rank(rank: int, world: int) -> None:
     """Values that no function was given after the parameter was registered are compared when the model is sharded."""
     with zero.Init():
         model = nn.Sequential(nn.Linear(3, 3), nn.Module())
@@ -109,11 +110,8 @@ def given_by_rank(rank: int, world: int) -> None:
         zero.shard(model)
 
 
-def test_values_given_by_rank(two: RankPool) -> None:
-    two.run(given_by_rank)
-
-
-def sharded_inside(rank: int, world: int) -> None:
+@on_ranks()
+def test_sharded_inside(rank: int, world: int) -> None:
     with zero.Init():
         model = nn.Linear(3, 3)
         with torch.no_grad():
@@ -126,16 +124,13 @@ def sharded_inside(rank: int, world: int) -> None:
     assert torch.equal(zero.full_parameter(model.weight), torch.full((3, 3), 2.0))
 
 
-def test_sharded_inside(two: RankPool) -> None:
-    two.run(sharded_inside)
-
-
 def change_copy(model: Any, rank: int) -> None:
     model.twin = copy.deepcopy(model.first)
     nn.init.constant_(model.twin.weight, rank)
 
 
-def copied(rank: int, world: int) -> None:
+@on_ranks()
+def test_copies(rank: int, world: int) -> None:
     """Copies are compared, too; where their original was changed afterwards, both are."""
     with pytest.raises(zero.RankMismatchError, match=r"shape \(6, 4\).* other values.*zero\.Init"):
         build(rank, change_copy)
@@ -149,11 +144,8 @@ def copied(rank: int, world: int) -> None:
     zero.shard(model)
 
 
-def test_copies(two: RankPool) -> None:
-    two.run(copied)
-
-
-def loaded_by_rank(rank: int, world: int) -> None:
+@on_ranks()
+def test_state_dicts_of_each_rank(rank: int, world: int) -> None:
     model = build(rank)
     torch.manual_seed(rank)
     model.load_state_dict(Net().state_dict())
@@ -164,11 +156,8 @@ def loaded_by_rank(rank: int, world: int) -> None:
     zero.shard(model)
 
 
-def test_state_dicts_of_each_rank(two: RankPool) -> None:
-    two.run(loaded_by_rank)
-
-
-def read_alone(rank: int, world: int) -> None:
+@on_ranks()
+def test_one_rank_reads_alone_inside(rank: int, world: int) -> None:
     """Never a hang, and never values of another parameter."""
     for read_later in (True, False):
         with pytest.raises((zero.RankMismatchError, zero.StallError), match=r"zero\.Init"):
@@ -182,11 +171,8 @@ def reads(model: Any, rank: int, read_later: bool) -> None:
         model.scale.sum()
 
 
-def test_one_rank_reads_alone_inside(two: RankPool) -> None:
-    two.run(read_alone)
-
-
-def alike(rank: int, world: int) -> None:
+@on_ranks()
+def test_what_ranks_may_do_alone(rank: int, world: int) -> None:
     """What ranks may do alone: change own slices, look at shapes, give values by a rank."""
     model: Any = build(rank)
     with zero.Init(), torch.no_grad():
@@ -218,11 +204,8 @@ def alike(rank: int, world: int) -> None:
     assert rank or all(torch.equal(value, plain.state_dict()[key]) for key, value in other.state_dict().items())
 
 
-def test_what_ranks_may_do_alone(two: RankPool) -> None:
-    two.run(alike)
-
-
-def uninitialised(rank: int, world: int) -> None:
+@on_ranks()
+def test_uninitialised_memory_is_no_difference(rank: int, world: int) -> None:
     """Memory that a checkpoint fills after the `with` may differ before."""
     dirty(rank)
     with zero.Init():
@@ -233,10 +216,6 @@ def uninitialised(rank: int, world: int) -> None:
         {"weight": torch.ones(6, 6), **{f"inner.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()}}
     )
     zero.shard(model)
-
-
-def test_uninitialised_memory_is_no_difference(two: RankPool) -> None:
-    two.run(uninitialised)
 
 
 def other_files(rank: int, world: int, folder: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import hf_zero as zero
-from tests.kit.pool import RankPool
+from tests.kit.pool import on_ranks
 
 pytestmark = pytest.mark.gloo
 SHAPE = (6, 4)
@@ -132,7 +132,9 @@ def same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def read_outside(rank: int, world: int) -> list[str]:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(None)
+def test_reads_and_writes_outside_of_the_with_are_refused(rank: int, world: int) -> list[str]:
     wrong = []
     model = layer()
     for name, read in {**READS, **NEITHER}.items():
@@ -161,16 +163,8 @@ def read_outside(rank: int, world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_reads_and_writes_outside_of_the_with_are_refused(pools: dict[int, RankPool], world: int) -> None:
-    assert pools[world].run(read_outside) == [[]] * world
-
-
-def test_one_rank_alone_is_refused_at_once(two: RankPool) -> None:
-    two.run(alone)
-
-
-def alone(rank: int, world: int) -> None:
+@on_ranks()
+def test_one_rank_alone_is_refused_at_once(rank: int, world: int) -> None:
     model = layer()
     if rank == 0:
         with pytest.raises(zero.StateError, match=r"norm\(\) of a parameter"):
@@ -180,8 +174,12 @@ def alone(rank: int, world: int) -> None:
     assert torch.equal(model.weight, plain_layer().weight)
 
 
-def read_inside(rank: int, world: int, options: dict[str, Any]) -> list[str]:
-    wrong = []
+@pytest.mark.parametrize(("world", "tier"), [(2, "none"), (2, "cpu"), (2, "disk"), (1, "none")])
+@on_ranks(None)
+def test_reads_and_writes_inside_are_those_of_the_plain_parameter(
+    rank: int, world: int, tmp_path: Path, tier: str
+) -> list[str]:
+    wrong, options = [], {"offload_params": tier, "offload_dir": str(tmp_path)}
     model, plain = layer(**options), plain_layer()
     with zero.Init(**options):
         for name, read in READS.items():
@@ -202,16 +200,8 @@ def read_inside(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("tier", ["none", "cpu", "disk"])
-def test_reads_and_writes_inside_are_those_of_the_plain_parameter(two: RankPool, tmp_path: Path, tier: str) -> None:
-    assert two.run(read_inside, {"offload_params": tier, "offload_dir": str(tmp_path)}) == [[], []]
-
-
-def test_reads_and_writes_inside_on_one_rank(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    assert pools[1].run(read_inside, {}) == [[]]
-
-
-def descriptions(rank: int, world: int) -> None:
+@on_ranks()
+def test_descriptions_are_answered(rank: int, world: int) -> None:
     """What needs no values is answered on any rank."""
     model = layer()
     if rank == 0:
@@ -236,7 +226,9 @@ def descriptions(rank: int, world: int) -> None:
     model.requires_grad_(False)
 
 
-def of_type(rank: int, world: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.bfloat16, torch.complex64])
+@on_ranks()
+def test_types(rank: int, world: int, dtype: torch.dtype) -> None:
     """Types without NaN show nothing else either."""
     value = torch.arange(1, 13).view(3, 4).to(dtype)
     with zero.Init():
@@ -262,16 +254,8 @@ def of_type(rank: int, world: int, dtype: torch.dtype) -> None:
     assert torch.equal(zero.full_parameter(model[0].table), value)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.bfloat16, torch.complex64])
-def test_types(two: RankPool, dtype: torch.dtype) -> None:
-    two.run(of_type, dtype)
-
-
-def test_descriptions_are_answered(two: RankPool) -> None:
-    two.run(descriptions)
-
-
-def casts(rank: int, world: int) -> None:
+@on_ranks()
+def test_casts_and_ties(rank: int, world: int) -> None:
     """Casts, moves and ties work on slices outside, and on values inside."""
     for inside in (False, True):
         model, plain = layer(), plain_layer().half()
@@ -308,11 +292,9 @@ def casts(rank: int, world: int) -> None:
         twin(torch.ones(1, 4))
 
 
-def test_casts_and_ties(two: RankPool) -> None:
-    two.run(casts)
-
-
-def view_outlives(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(None)
+def test_a_view_that_outlives_the_with(rank: int, world: int) -> None:
     """A write through a tensor that the `with` gave, after it has ended, is a write to the parameter."""
     with zero.Init():
         model = plain_layer()
@@ -333,11 +315,6 @@ def view_outlives(rank: int, world: int) -> None:
         zero.shard(pair)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_view_that_outlives_the_with(pools: dict[int, RankPool], world: int) -> None:
-    pools[world].run(view_outlives)
-
-
 # Functions that replace a parameter by what they compute from it -----------------------------------------------------------
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -351,7 +328,9 @@ REPARAMETRISE: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def reparametrised(rank: int, world: int, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_reparametrised_layers(rank: int, world: int, stage: int) -> list[str]:
     wrong = []
     for name, change in REPARAMETRISE.items():
         plain = nn.Sequential(plain_layer(), nn.Linear(6, 2))
@@ -375,8 +354,3 @@ def reparametrised(rank: int, world: int, stage: int) -> list[str]:
         with pytest.raises(zero.StateError):
             change(layer())
     return wrong
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_reparametrised_layers(two: RankPool, stage: int) -> None:
-    assert two.run(reparametrised, stage) == [[], []]
