@@ -6,9 +6,12 @@ import ast
 import dataclasses
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hf_zero
 
@@ -103,6 +106,22 @@ def test_the_reference_has_every_public_name() -> None:
 def test_the_site_has_every_page() -> None:
     named = set(re.findall(r"[\w.-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_a_broken_link_stops_the_site(tmp_path: Path) -> None:
+    """`--quiet` kept warnings from mkdocs' strict mode, too: `make docs` passed with any link."""
+    pytest.importorskip("mkdocs")
+    (command,) = re.findall(r"^\t\$\(BIN\)/(mkdocs build.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    settings = {name: settings[name] for name in ("site_name", "strict", "validation")}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "docs").mkdir()
+    for link, works in (("nowhere", False), ("a-heading", True)):
+        (tmp_path / "docs" / "index.md").write_text(f"# A heading\n\n[a link](#{link})\n")
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.returncode == 0) is works, done.stderr
 
 
 def messages() -> str:

@@ -26,6 +26,21 @@ ROWS = {"Trainer": 32, "accelerate": 32, "torch": 32, "LoRA": 4}
 """How many rows one rank trains on."""
 
 
+RUNS = {
+    "a": ("2026-11-27-cpu-2rank-fp32-memory.json", "memory"),
+    "b": ("2026-11-20-cpu-2rank-fp32-peers-time.json", "time"),
+    "c": ("2026-11-20-cpu-2rank-fp32-memory.json", "memory"),
+    "d": ("2026-11-29-cpu-2rank-fp32-time.json", "time"),
+}
+"""The runs of README.md's comparison, by the letter of their command."""
+ENGINES = {
+    "hf_zero stage 2": "zero2",
+    "hf_zero stage 3": "zero3",
+    "FSDP2": "fsdp2",
+    "DeepSpeed 0.19 stage 2": "deepspeed2",
+}
+
+
 def ranks_of(out: Path) -> list[dict[str, Any]]:
     return [torch.load(out / f"run{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -98,6 +113,35 @@ def test_a_file_trains_what_ddp_trains(name: str, tmp_path: Path, base: str) -> 
     else:
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "out").state_dict()
         same(ours[0]["weights"], {key: saved[key] for key in ours[0]["weights"]}, rtol=0, atol=0)
+
+
+def measured(engine: str, malloc: str, letters: list[str]) -> tuple[str, str]:
+    """Step time and memory of one configuration, as README.md prints them."""
+    step, memory = "not measured", "not measured"
+    for letter in letters:
+        file, kind = RUNS[letter]
+        results = json.loads((ROOT / "benchmarks" / file).read_text())["results"]
+        if kind == "time":
+            step = f"{results[engine]['ratio']:.2f}"
+        else:
+            mine, ddp = results[engine][f"memory_{malloc}"], results["ddp"][f"memory_{malloc}"]
+            memory = ", ".join(f"{mine[what] / ddp[what]:.2f}" for what in ("steady", "peak"))
+    return step, memory
+
+
+def test_each_row_of_the_comparison_is_one_configuration() -> None:
+    """Stage 2's time was one malloc setting's, and its memory another's."""
+    text = README.read_text(encoding="utf-8")
+    (table,) = re.findall(r"^## How it compares\n\n(.*?)\n\n", text, re.S | re.M)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) == 7
+    for configuration, step, memory, source in rows:
+        name, _, pinned = configuration.partition(", ")
+        dates = {letter: each.strip()[:10] for each in source.split(";") for letter in re.findall(r"\((\w)\)", each)}
+        assert (step, memory) == measured(ENGINES[name], pinned or "default", [*dates]), configuration
+        for letter, date in dates.items():
+            assert RUNS[letter][0].startswith(date), "the date is the run's"
+            assert f"({letter}) `" in text.replace("\n", " "), "the command is shown"
 
 
 def test_the_lora_recipe_takes_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
