@@ -12,21 +12,19 @@ On a CPU device both device and host are host memory, told apart by the tier.
 from __future__ import annotations
 
 import os
-import resource
 import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
 from ..optimizers.facts import state_tensors
 from ..plan.costs import KINDS, TIERS
-from ..plan.machine import here
 from ..plan.plan import Plan
-from ..plan.solve import LIMITED
 from ..plan.work import COLLECTIVES, LINKS
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
@@ -94,8 +92,12 @@ def measure(engine: Engine) -> Table:
 
 def process_bytes(engine: Engine) -> dict[str, int]:
     """Return what the system counts: `rss` now, `rss peak`, `disk file`; on CUDA what torch has allocated."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    out = {"rss": psutil.Process().memory_info().rss, "rss peak": peak}
+    out = {}
+    with suppress(OSError):  # not Linux
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            name, _, rest = line.partition(":")
+            if name in ("VmHWM", "VmRSS"):
+                out["rss" if name == "VmRSS" else "rss peak"] = int(rest.split()[0]) * 1024
     context = engine.context
     if context.storage.has_disk:
         out["disk file"] = context.storage.disk.nbytes
@@ -105,21 +107,6 @@ def process_bytes(engine: Engine) -> dict[str, int]:
         out["device allocated peak"] = int(found.get("allocated_bytes.all.peak", 0))
         out["device reserved peak"] = int(found.get("reserved_bytes.all.peak", 0))
     return out
-
-
-def limits(engine: Engine, ranks_here: int = 1) -> dict[str, tuple[int, str]]:
-    """Return what this rank may take of each tier: a given budget, else what the machine has free and what the engine holds.
-
-    Args:
-        ranks_here: ranks that share this machine's memory and disk.
-    """
-    context = engine.context
-    held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
-    machine = here(context.device, ranks=ranks_here, offload_dir=context.config.offload_dir, held_bytes=held)
-    free = zip(TIERS, (machine.device_memory, machine.host_memory, machine.disk_free))
-    found = {tier.value: (size, "free") for tier, size in free if size}
-    budgets = context.plan.inputs.budgets.items()
-    return found | {tier.value: (limit, "budget") for name, limit in budgets for tier in LIMITED[name]}
 
 
 # Counters of a run ----------------------------------------------------------------------------------------------------

@@ -29,10 +29,14 @@ from ..checkpoint.cards import CARD, RunFacts, card_for, is_unwritten, metrics_a
 from ..checkpoint.files import is_number
 from ..compat.preemption import Preemption, on_preemption
 from ..config import size_text
-from ..diagnostics.usage import limits
+from ..diagnostics.usage import measure
 from ..errors import ConfigError
 from ..params.engine import Engine, engine_of
+from ..plan.costs import TIERS
+from ..plan.machine import here
 from ..plan.report import end, start
+from ..plan.solve import LIMITED
+from ..tiers.tier import Tier
 from .arguments import ONE_RANK
 from .stock import show
 
@@ -139,9 +143,7 @@ class ZeroCallback(TrainerCallback):
             about["resumed"] = f"after step {state.global_step:,}" + (f", from {folder}" if folder else "")
         if engine.wire.size == 1 and not engine.config.offloads:
             about["ranks"] = ONE_RANK
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
-        name = type(engine.model).__name__
-        return start(engine.report(), name, limits(engine, ranks_here), about)
+        return start(engine.report(), type(engine.model).__name__, _limits(engine), about)
 
     def _go_first(self, trainer: Trainer) -> None:
         """Go before all other callbacks, so that they find measurements in logs. Those that print logs print short lines."""
@@ -249,6 +251,18 @@ class PreemptionCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._ends is not None and self._ends():
             control.should_save = control.should_evaluate = False  # it is saved already
+
+
+def _limits(engine: Engine) -> dict[str, tuple[int, str]]:
+    """Return what this rank may take of each tier: a given budget, else what the machine has free and what the engine holds."""
+    context = engine.context
+    held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
+    machine = here(context.device, ranks=ranks, offload_dir=context.config.offload_dir, held_bytes=held)
+    free = zip(TIERS, (machine.device_memory, machine.host_memory, machine.disk_free))
+    found = {tier.value: (size, "free") for tier, size in free if size}
+    budgets = context.plan.inputs.budgets.items()
+    return found | {tier.value: (limit, "budget") for name, limit in budgets for tier in LIMITED[name]}
 
 
 def _engine_in(event: dict[str, Any]) -> Engine | None:
