@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.position import ranks_text
 from ..engine.engine import Engine
 from ..engine.graph import backward_id, tensors_in
 from ..engine.observer import Observer
@@ -18,7 +19,7 @@ from ..engine.span import Span
 from ..engine.unit import Unit
 from ..errors import NumericsError
 from ..tiers.fingerprint import fingerprint
-from .options import plain, ranks_text, refuse_difference
+from .options import plain, refuse_difference
 
 CLOSE, EVERY = 10, 10
 """Weights and buffers are compared in the first `CLOSE` steps, and in one of `EVERY` afterwards."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..comm.position import ranks_text
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..errors import RankMismatchError
@@ -104,15 +105,16 @@ def refuse_difference(everyone: Sequence[Mapping[str, Any]], step: int) -> None:
             continue
         usual = next(rank for rank in found if repr(found[rank]) == counted.most_common(1)[0][0])
         odd = [rank for rank in found if repr(found[rank]) != repr(found[usual])]
-        is_digest = isinstance(found[usual], bytes)
-        shown = "" if is_digest else f" ({found[usual]!r} on rank {usual}, {found[odd[0]]!r} on rank {odd[0]})"
-        raise RankMismatchError(
-            f"ranks differ in step {step}: {name} is not on {ranks_text(odd)} what it is on rank {usual}{shown}. Set and write "
-            "it on every rank alike (torch counts no writes through `.data`), or, a parameter, inside "
-            "zero.GatheredParameters(params, modifier_rank=0)"
-        )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 1`, or `ranks 1, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        what = f"{name} is not on {ranks_text(odd)} what it is on rank {usual}"
+        if isinstance(found[usual], bytes):
+            advice = (
+                "Write it on every rank alike (torch counts no writes through `.data`), or, a parameter, inside "
+                "zero.GatheredParameters(params, modifier_rank=0)"
+            )
+        else:
+            what += f" ({found[usual]!r} on rank {usual}, {found[odd[0]]!r} on rank {odd[0]})"
+            advice = (
+                "Set it on every rank alike: not by a scheduler or a branch of one rank, nor by a sum over optimizer.state, "
+                "which has this rank's slices (zero.full_optimizer_state(param, name) gives whole states)"
+            )
+        raise RankMismatchError(f"ranks differ in step {step}: {what}. {advice}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
+import threading
 import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,20 +43,26 @@ def play(case: Case, run: Run, nudge: float = 0.0) -> None:
         user.engine.wait_for_save()
 
 
-def on_rank(rank: int, world: int, case: Case, reference: Case, folder: str) -> list[str]:
+def on_rank(rank: int, world: int, case: Case, reference: Case, folder: str, limit_s: float) -> list[str]:
     """Return what differs. Nothing does where plain training differs as much from itself after one more rounding."""
     warnings.simplefilter("ignore")
     program, plain, nudged = (
         Program("random", functools.partial(play, each, nudge=nudge), "average", loose=LOOSE[case.setting.precision])
         for each, nudge in ((case, 0.0), (reference, 0.0), (reference, ROUNDING[case.setting.precision]))
     )
-    ours = train(program, case.setting, rank, world, f"{folder}/engine", False)
-    setting = Setting(ranks=world, precision=case.setting.precision)
-    theirs = train(plain, setting, rank, world, f"{folder}/plain", True)
-    wrong = compare(program, case.setting, ours, theirs)
-    if any(everyone(len(wrong), world)):
-        beside = train(nudged, setting, rank, world, f"{folder}/nudged", True)
-        wrong = [] if any(everyone(len(compare(program, case.setting, beside, theirs)), world)) else wrong
+    # Not `faulthandler.dump_traceback_later`: it reads the frames of a thread that runs, and has crashed processes.
+    late = threading.Timer(max(1.0, limit_s - 2.0), write_stacks, [Path(folder) / f"stack{rank}"])
+    late.start()
+    try:
+        ours = train(program, case.setting, rank, world, f"{folder}/engine", False)
+        setting = Setting(ranks=world, precision=case.setting.precision)
+        theirs = train(plain, setting, rank, world, f"{folder}/plain", True)
+        wrong = compare(program, case.setting, ours, theirs)
+        if any(everyone(len(wrong), world)):
+            beside = train(nudged, setting, rank, world, f"{folder}/nudged", True)
+            wrong = [] if any(everyone(len(compare(program, case.setting, beside, theirs)), world)) else wrong
+    finally:
+        late.cancel()
     return wrong
 
 
@@ -63,6 +72,12 @@ def everyone(mine: int, world: int) -> list[int]:
     if world > 1:
         dist.all_gather_object(found, mine)
     return found
+
+
+def write_stacks(path: Path) -> None:
+    """Write where each thread of this process is."""
+    stacks = (traceback.format_stack(frame) for frame in sys._current_frames().values())
+    path.write_text("\n".join("".join(lines) for lines in stacks))
 
 
 def nothing(rank: int, world: int) -> None:
@@ -101,7 +116,7 @@ class Checker:
         with fresh_folder() as folder:
             try:
                 pool.run(nothing)  # the start of a pool is no part of the case's time
-                answers = pool.run(on_rank, case, reference or case, folder, timeout_s=self.limit_s)
+                answers = pool.run(on_rank, case, reference or case, folder, self.limit_s, timeout_s=self.limit_s)
             except RankFailure as failure:
                 return self._stopped(case, str(failure), folder)
         lines = [f"rank {rank}, {line}" for rank, wrong in enumerate(answers) for line in wrong[:5]]
@@ -110,12 +125,13 @@ class Checker:
     @staticmethod
     def _stopped(case: Case, text: str, folder: str) -> Failure:
         places = [f"rank {path.name[4:]} was at: {path.read_text()}" for path in sorted(Path(folder).glob("rank*"))]
+        stacks = [path.read_text() for path in sorted(Path(folder).glob("stack*"))]
         first = text.partition("--- rank")[2].partition("\n--- rank")[0]
         error = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception|Interrupt))\b", first, re.MULTILINE)
         sorts = {"died with exit code": "Crash", "no answer within": "Hang", "": (error or ["Error"])[-1]}
         sort = next(sort for words, sort in sorts.items() if words in first)
         side = "Reference" if any("at: reference" in place for place in places) else ""
-        return Failure(case, side + sort, "\n".join([*places, text]))
+        return Failure(case, side + sort, "\n".join([*places, text, *stacks]))
 
     def shrink(self, failure: Failure, seconds: float) -> Failure:
         """Return the smallest case found that fails the same way."""
