@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +22,7 @@ from rich.text import Text
 from ..config import ranks_text, size_text
 from ..errors import ConfigError
 from ..plan import machine
-from ..plan.machine import Machine, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
+from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from . import OK, WRONG
@@ -29,6 +30,8 @@ from .files import writable
 from .show import print_json, short_size, table, text
 
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
+BUSY_SHARE = 0.25
+"""Share of the processors in use by other programs that makes measured times too long."""
 TAKEN_SHARE = 0.1
 """Share of a memory in use by others that is reported."""
 LITTLE_DISK_BYTES = 10 << 30
@@ -70,6 +73,9 @@ def checks(offload_dir: str | None) -> Iterator[Check]:
     yield from _devices()
     yield from _memory()
     yield _disk(offload_dir)
+    share, load = busy_share(), os.getloadavg()[0]
+    found = f"{share:.0%} of the processors in use, load {load:.1f} on {os.cpu_count()}"
+    yield Check("other programs", found, "measure and benchmark when idle" if share > BUSY_SHARE else "")
     yield _speeds()
 
 
@@ -159,6 +165,7 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
     from ..huggingface.plugin import ZeroAccelerator
 
     writable(output)
+    busy = busy_share()
     # Joins the ranks that torchrun started, and reports which device is this rank's.
     accelerator = ZeroAccelerator(cpu=not torch.cuda.is_available())
     try:
@@ -169,6 +176,12 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
             path = kept() if output is None else Path(output)
             replaced = ", replaces the previous one" if output is None and path.exists() else ""
             found.keep(path)
+            if busy > BUSY_SHARE:
+                print(
+                    f"hf-zero: other programs used {busy:.0%} of the processors: the speeds are too low. "
+                    "Measure again when the machine is idle.",
+                    file=sys.stderr,
+                )
             if as_json:
                 print_json(asdict(found))
                 return

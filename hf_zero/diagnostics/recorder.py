@@ -22,10 +22,9 @@ from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..errors import ConfigError
 from ..optimizers.facts import state_tensors
-from ..plan.costs import KINDS, STATES, TIERS, Memory
-from ..plan.report import Report, RoadRow, TierRow, data_parallel
+from ..plan.costs import STATES, TIERS
+from ..plan.report import Report, RoadRow, data_parallel, tier_rows
 from ..plan.work import COLLECTIVES, WAITS
-from ..tiers.tier import Tier
 from .usage import Table, counters, facts, measure, predicted, process_bytes
 
 FORMAT = 1
@@ -101,6 +100,8 @@ class Recorder:
         self.peak: Table = {tier.value: {} for tier in TIERS}
         self.is_open = True
         self._engine, self._about = engine, dict(about)
+        self._waiting: list[dict[str, Any]] = []
+        """Logs from before the first step; facts come first in the file."""
         self._file: IO[bytes] | None = None
         if folder is not None:
             self._open(Path(folder))
@@ -169,6 +170,8 @@ class Recorder:
         if self.recorded == 1:
             known = facts(self._engine, self._forwards)
             self._append({"kind": "facts", "format": FORMAT, **known, "about": self._about})
+            for line in self._waiting:
+                self._append(line)
         self._append({"kind": "step", **self.last})
         self._forwards = self._evaluations = self._samples = self._tokens = 0
 
@@ -214,7 +217,9 @@ class Recorder:
         self.path = folder / ("zero_steps.jsonl" if rank == 0 else f"zero_steps.rank{rank}.jsonl")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab+", buffering=0)
+            # The folder may come from others: following a link there would append to its target.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab+", buffering=0)
             if self._file.tell():
                 self._file.seek(-1, os.SEEK_END)
                 if self._file.read(1) != b"\n":  # a killed run left half a line
@@ -225,10 +230,12 @@ class Recorder:
             ) from error
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Record logged values, such as losses, for the last step. Those from before the first one are left out."""
+        """Record logged values, such as losses, for the last step."""
+        line = {"kind": "log", "step": self.steps, "at_s": time.perf_counter() - self._started, "values": dict(values)}
         if self.recorded:
-            at_s = time.perf_counter() - self._started
-            self._append({"kind": "log", "step": self.steps, "at_s": at_s, "values": dict(values)})
+            self._append(line)
+        else:
+            self._waiting.append(line)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         """Write a line at once: readers of a running job find full lines."""
@@ -242,30 +249,6 @@ class Recorder:
 
 
 # The report -----------------------------------------------------------------------------------------------------------
-
-
-def _tier_rows(memory: Memory, now: Table, peak: Table | None) -> tuple[TierRow, ...]:
-    rows = []
-    for tier in TIERS:
-        name = tier.value
-        found = {} if peak is None else peak[name]
-        kinds = [
-            TierRow(
-                name,
-                kind,
-                memory.stored[tier][kind],
-                now[name][kind],
-                memory.peak[tier][kind],
-                None if peak is None or (kind == "activations" and tier is not Tier.HOST) else found.get(kind, 0),
-            )
-            for kind in KINDS
-            if memory.peak[tier][kind] or now[name][kind] or found.get(kind)
-        ]
-        if kinds:
-            total = sum(now[name].values())
-            highest = None if peak is None else found["all"]
-            rows += [*kinds, TierRow(name, "all", memory.stored_bytes(tier), total, memory.at_peak(tier), highest)]
-    return tuple(rows)
 
 
 def _road_rows(traffic: Mapping[str, int], recorder: Recorder) -> tuple[RoadRow, ...]:
@@ -335,7 +318,7 @@ class Records(Observer):
             measured=measured,
             traffic=context.wire.traffic.to_dict(),
             units=len(context.layout.units),
-            tiers=_tier_rows(planned.memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
+            tiers=tier_rows(planned.memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
             roads=_road_rows(planned.traffic, recorder) if recorder is not None else (),
             steps=0 if recorder is None else recorder.recorded,
             step_s=None if recorder is None else recorder.median("seconds"),

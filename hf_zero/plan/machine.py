@@ -238,6 +238,13 @@ def probe(device: torch.device, wire: Wire, *, ranks: int = 1, offload_dir: str 
     return Machine.least(everyone)
 
 
+def busy_share() -> float:
+    """Return the share of this machine's processors, 0 to 1, that other processes use."""
+    import psutil
+
+    return float(psutil.cpu_percent(interval=0.2)) / 100
+
+
 def host_name() -> str:
     """Return the host name, the key of measurements."""
     return platform.node() or "unknown"

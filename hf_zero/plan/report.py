@@ -13,6 +13,8 @@ from typing import Any
 
 from ..config import ranks_text, size_text
 from ..core.layout import Layout, itemsize
+from ..tiers.tier import Tier
+from .costs import KINDS, TIERS, Memory
 
 _MIB = 1 << 20
 _WIDTH = 100
@@ -32,6 +34,39 @@ class TierRow:
     predicted_peak: int
     measured_peak: int | None
     """Peak of this kind since recording began; None without a recorder. Of activations, those in host memory are counted."""
+
+
+def tier_rows(
+    memory: Memory, now: Mapping[str, Mapping[str, int]], peak: Mapping[str, Mapping[str, int]] | None
+) -> tuple[TierRow, ...]:
+    """Return a row for each kind in each tier, and their sums.
+
+    Args:
+        memory: planned bytes.
+        now: current bytes by tier and kind.
+        peak: highest bytes by tier and kind; None: not recorded.
+    """
+    rows = []
+    for tier in TIERS:
+        name = tier.value
+        found = {} if peak is None else peak[name]
+        kinds = [
+            TierRow(
+                name,
+                kind,
+                memory.stored[tier][kind],
+                now[name][kind],
+                memory.peak[tier][kind],
+                None if peak is None or (kind == "activations" and tier is not Tier.HOST) else found.get(kind, 0),
+            )
+            for kind in KINDS
+            if memory.peak[tier][kind] or now[name][kind] or found.get(kind)
+        ]
+        if kinds:
+            total = sum(now[name].values())
+            highest = None if peak is None else found["all"]
+            rows += [*kinds, TierRow(name, "all", memory.stored_bytes(tier), total, memory.at_peak(tier), highest)]
+    return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)

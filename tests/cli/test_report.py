@@ -113,6 +113,28 @@ def test_text_of_a_report(recorded: tuple[Path, zero.Report]) -> None:
             assert row.predicted == sum(other.predicted for other in same)
 
 
+def test_a_record_follows_no_link_and_keeps_logs_from_before_the_first_step(tmp_path: Path) -> None:
+    """An evaluation may come before training; the folder may come from others."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=2))
+    linked, target = tmp_path / "linked", tmp_path / "target"
+    linked.mkdir()
+    target.write_text("kept")
+    (linked / "zero_steps.jsonl").symlink_to(target)
+    with pytest.raises(zero.ConfigError, match="cannot be written on rank 0"):
+        engine.record(linked)
+    assert target.read_text() == "kept"
+    recorder = engine.record(tmp_path / "out")
+    recorder.log({"eval_loss": 1.5})
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    recorder.close()
+    found = [json.loads(line) for line in (tmp_path / "out" / "zero_steps.jsonl").read_text().splitlines()]
+    assert [each["kind"] for each in found] == ["facts", "log", "step", "end"]
+    assert found[1]["values"] == {"eval_loss": 1.5}
+
+
 def test_lines_before_and_after_training(recorded: tuple[Path, zero.Report]) -> None:
     """By hand: what fits, what was taken against the plan, what was waited for."""
     mib = 1 << 20
