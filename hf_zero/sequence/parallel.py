@@ -20,7 +20,7 @@ from .exchange import SequenceGroup
 from .parts import IGNORED, Part, divide, part_of, share_of
 
 PROBED_TOKENS = 4
-"""Tokens per rank of the comparison in the first forward."""
+"""Tokens per rank of the comparison in the first forward, where rows have so many."""
 
 
 class SequenceParallel(Observer):
@@ -43,7 +43,7 @@ class SequenceParallel(Observer):
         self._part: Part | None = None
         self._items: Any = None
         self._head: dict[str, Any] | None = None
-        """A few tokens of the first batch, until the first forward has compared divided and undivided."""
+        """A few tokens of a batch, until a forward has compared divided and undivided."""
         self._compared = self.size == 1
 
     def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -127,7 +127,7 @@ class SequenceParallel(Observer):
         )
         part.needs_labels = needs_labels
         if not self._compared:
-            self._compare(named, _window(named, PROBED_TOKENS * self.size))
+            self._compare(named, _window(named, self.size))
         elif self._config.debug and self.size > 1:
             self._compare(named, None)
         wire = self._engine.wire
@@ -171,7 +171,7 @@ class SequenceParallel(Observer):
         """Refuse a batch that the ranks of a group do not share. Bytes are compared, once: on a GPU that is a wait.
 
         Args:
-            head: what the first forward compares, if all groups have enough tokens.
+            head: what the next forward compares, if each rank of all groups has a token of it.
         """
         mine = {
             name: (tuple(each.shape), *fingerprint(each).tolist())
@@ -186,8 +186,8 @@ class SequenceParallel(Observer):
                 f"the {self.size} ranks of a group divide one batch, and theirs differ in {', '.join(different)}. Give all "
                 f"ranks of a group the same samples: rank r reads those of rank r - r % {self.size}"
             )
-        self._head = head if all(has_head for _, has_head in answers) else None
-        self._compared = True
+        if all(has_head for _, has_head in answers):
+            self._head, self._compared = head, True
 
     # One forward ------------------------------------------------------------------------------------------------------
 
@@ -347,10 +347,12 @@ def _values(output: Any, has_labels: bool) -> dict[str, Tensor]:
     return {name: each for name, each in named if each.is_floating_point()}
 
 
-def _window(batch: Mapping[str, Any], most: int) -> dict[str, Any] | None:
-    """Return `most` tokens of one row, each with a label, and with what later batches may have: padding, or packed rows."""
+def _window(batch: Mapping[str, Any], size: int) -> dict[str, Any] | None:
+    """Return tokens of one row for `size` ranks, each with a label, and with what later batches may have: padding, or packed
+    rows."""
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(ids, Tensor) or ids.dim() < 2 or ids.shape[1] < most:
+    most = 0 if not isinstance(ids, Tensor) or ids.dim() < 2 else min(PROBED_TOKENS, ids.shape[1] // size) * size
+    if not most:
         return None
     found = {
         name: each[:1, :most] if isinstance(each, Tensor) and each.dim() > 1 else each for name, each in batch.items()

@@ -180,6 +180,12 @@ def pretraining() -> nn.Module:
     return transformers.BertForPreTraining(transformers.BertConfig(**sizes))
 
 
+def choices() -> nn.Module:
+    """Rows x choices x tokens."""
+    sizes = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48}
+    return transformers.BertForMultipleChoice(transformers.BertConfig(**sizes))
+
+
 def mamba() -> nn.Module:
     return transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL))
 
@@ -255,6 +261,8 @@ def refused(rank: int, world: int) -> dict[str, str]:
         ("positions that later padding changes", counting, None, {**batch(0), "attention_mask": torch.ones(2, 22)}),
         ("a mask passed on", paligemma, None, batch(0, 1, 2, 13)),
         ("an output per sample", pretraining, None, {"input_ids": batch(0)["input_ids"]}),
+        ("an output per sample of few tokens", pretraining, None, {"input_ids": batch(0)["input_ids"][:, :3]}),
+        ("choices", choices, None, {"input_ids": batch(0)["input_ids"].view(2, 2, 11)}),
     ):
         model = made(build)
         if layer is not None:
@@ -292,6 +300,8 @@ def test_refusals(two: RankPool) -> None:
         "positions that later padding changes": "counts positions in its own way",
         "a mask passed on": "sp_size=2 does not divide rows of 13 tokens",
         "an output per sample": "Its tokens meet outside of attention",
+        "an output per sample of few tokens": "Its tokens meet outside of attention",
+        "choices": "ConfigError: sequence parallelism divides self-attention over one sequence",
         "code for whole sequences": "on a part of a sequence raises",
     }.items():
         assert text in first[name], name
