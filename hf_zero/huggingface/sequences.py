@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from accelerate.utils import gather_object, recursively_apply
 
+from ..checkpoint.objects import random_states, set_random_states
 from ..config import ZeroConfig
 from ..core.instance import replaced
 from ..errors import ConfigError
@@ -149,6 +150,22 @@ class DividesSequences(TrainerBase):
                 f"sp_size={self._zero_sp_size}. Leave it out"
             )
         return engine.observer(SequenceParallel).local(inputs, needs_labels=True)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the stock Trainer does. Collators may draw, and ranks of a group must draw alike in training again."""
+        states = random_states()
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            if self._zero_sp_size > 1:
+                set_random_states(states)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """Load as the stock Trainer does; ranks of a group all load those of its first rank."""
+        state = self.args.distributed_state
+        first = self.args.process_index // self._zero_sp_size * self._zero_sp_size
+        with replaced([] if state is None else [(state, "process_index", first)]):
+            super()._load_rng_state(checkpoint)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as the stock Trainer does, which counts labels as if ranks of a group had the same samples here, too."""

@@ -45,12 +45,18 @@ def rows(count: int, seed: int, *, even: bool = False) -> list[dict[str, list[in
 
 
 def trainer(
-    folder: str, size: int, steps: int = 3, rank_world: int = 1, cls: type[Trainer] = Trainer, **more: Any
+    folder: str,
+    size: int,
+    steps: int = 3,
+    rank_world: int = 1,
+    cls: type[Trainer] = Trainer,
+    debug: bool = False,
+    **more: Any,
 ) -> Trainer:
     """A stock Trainer with 8 rows per step, of one process or of groups of `size` ranks."""
     AcceleratorState._reset_state(True)
     torch.manual_seed(5)
-    plugin = {"parallelism_config": zero.ZeroPlugin(stage=3, sp_size=size)} if rank_world > 1 else {}
+    plugin = {"parallelism_config": zero.ZeroPlugin(stage=3, sp_size=size, debug=debug)} if rank_world > 1 else {}
     args = TrainingArguments(
         folder, use_cpu=True, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=steps,
         gradient_accumulation_steps=4 * size // rank_world, learning_rate=0.5, optim="sgd",
@@ -99,6 +105,29 @@ def test_the_trainer(pools: dict[int, RankPool], tmp_path: Path) -> None:
     assert [4 * line["samples"] for line in lines if line["kind"] == "step"] == [8] * 3, "rows of a step over all ranks"
     for weights in pools[2].run(resumed, str(tmp_path), 2, 4):
         torch.testing.assert_close(weights, wanted["weights"], rtol=2e-5, atol=2e-6)
+
+
+def drawn(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Choose words by chance, as for masked language modelling."""
+    made = collate(rows)
+    made["labels"][torch.rand(made["labels"].shape) < 0.5] = -100
+    return made
+
+
+def drawing(rank: int, world: int, folder: str, start: str | None) -> list[float]:
+    """Evaluate after each step. Batches of a group are compared in every step."""
+    it = trainer(folder, world, 4, world, debug=True, eval_strategy="steps", eval_steps=1)
+    it.data_collator, it.eval_dataset = drawn, rows(7, 2)
+    it.train(resume_from_checkpoint=start)
+    return [each["loss"] for each in it.state.log_history if "loss" in each]
+
+
+def test_collators_that_draw(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Each rank evaluates other samples, and a checkpoint of 2 ranks has random states for 2."""
+    for world, start in ((2, None), (4, f"{tmp_path}/2/checkpoint-2")):
+        first, *others = pools[world].run(drawing, f"{tmp_path}/{world}", start)
+        assert len(first) == 4
+        assert others == [first] * (world - 1)
 
 
 def looped(rank: int, world: int, size: int, even: bool) -> dict[str, Any]:
