@@ -16,7 +16,7 @@ from tests.test_docs import ROOT, blocks_of
 @pytest.mark.wide
 @pytest.mark.gloo
 def test_the_command(tmp_path: Path) -> None:
-    (block,) = blocks_of(ROOT / "docs" / "long-context.md", "bash")
+    block, _ = blocks_of(ROOT / "docs" / "long-context.md", "bash")
     program, *words = shlex.split(block)
     assert program == "torchrun"
     shorter = ["--max-steps", "1", "--max-eval-samples", "4", "--output-dir", str(tmp_path)]
