@@ -296,8 +296,8 @@ class SequenceParallel(Observer):
         if off > max(exact, 12 * rounding):
             raise ConfigError(
                 f"a forward of {type(model).__name__} on {self.size} parts of a sequence differs from one on the whole, by "
-                f"{off:.1%} on a few tokens. Its tokens meet outside of attention, or it counts positions in its own way: pass "
-                "position_ids in the batch, or leave sp_size out"
+                f"{off:.2g} of its size on a few tokens. Its tokens meet outside of attention, it counts positions in its own "
+                "way, or its loss is no mean over labels: pass position_ids in the batch, or leave sp_size out"
             )
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -348,8 +348,8 @@ def _values(output: Any, has_labels: bool) -> dict[str, Tensor]:
 
 
 def _window(batch: Mapping[str, Any], size: int) -> dict[str, Any] | None:
-    """Return tokens of one row for `size` ranks, each with a label, and with what later batches may have: padding, or packed
-    rows."""
+    """Return tokens of one row for `size` ranks, with what later batches may have: padding, packed rows, a part with fewer
+    labels."""
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     most = 0 if not isinstance(ids, Tensor) or ids.dim() < 2 else min(PROBED_TOKENS, ids.shape[1] // size) * size
     if not most:
@@ -366,6 +366,7 @@ def _window(batch: Mapping[str, Any], size: int) -> dict[str, Any] | None:
     for name in ("labels", "shift_labels"):
         if name in found:
             found[name] = found[name].clamp(min=0)
+            found[name][:, most - 2] = IGNORED
             if isinstance(mask, Tensor):
                 found[name] = found[name].where(mask > 0, IGNORED)
     return found

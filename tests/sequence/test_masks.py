@@ -180,6 +180,20 @@ def pretraining() -> nn.Module:
     return transformers.BertForPreTraining(transformers.BertConfig(**sizes))
 
 
+class OverAllForMaskedLM(transformers.BertForMaskedLM):
+    """Divides its loss by tokens without labels, too."""
+
+    def forward(self, labels: torch.Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+        out = super().forward(**kwargs)
+        losses = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        out.loss = losses / labels.numel()  # type: ignore[assignment]
+        return out
+
+
+def over_all() -> nn.Module:
+    return OverAllForMaskedLM(transformers.BertConfig(**SMALL, num_attention_heads=4, intermediate_size=48))
+
+
 def choices() -> nn.Module:
     """Rows x choices x tokens."""
     sizes = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48}
@@ -262,6 +276,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         ("a mask passed on", paligemma, None, batch(0, 1, 2, 13)),
         ("an output per sample", pretraining, None, {"input_ids": batch(0)["input_ids"]}),
         ("an output per sample of few tokens", pretraining, None, {"input_ids": batch(0)["input_ids"][:, :3]}),
+        ("a loss over all tokens", over_all, None, batch(0)),
         ("choices", choices, None, {"input_ids": batch(0)["input_ids"].view(2, 2, 11)}),
     ):
         model = made(build)
@@ -301,6 +316,7 @@ def test_refusals(two: RankPool) -> None:
         "a mask passed on": "sp_size=2 does not divide rows of 13 tokens",
         "an output per sample": "Its tokens meet outside of attention",
         "an output per sample of few tokens": "Its tokens meet outside of attention",
+        "a loss over all tokens": "its loss is no mean over labels",
         "choices": "ConfigError: sequence parallelism divides self-attention over one sequence",
         "code for whole sequences": "on a part of a sequence raises",
     }.items():
