@@ -60,7 +60,11 @@ LADDER = (
 last two for sequences whose activations alone are too large. Stages 0 and 1 take as much time as 2, and more memory."""
 OFFLOADS = {"offload_optimizer": "optimizer", "offload_params": "parameters", "offload_activations": "activations"}
 GOOD, BAD = "green", "bold red"
-_ROADS = {"device": "optimizer, on the device", "host": "optimizer, on the host", "compute": "forward and backward"}
+_ROADS = {
+    "device": "optimizer, on the device", "host": "optimizer, on the host", "compute": "forward and backward",
+    "gather": "gather, between ranks", "reduce": "reduce, between ranks", "down": "down, to host memory",
+    "up": "up, to the device", "read": "read, from disk", "write": "write, to disk",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +145,13 @@ def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
     precision = "float32" if asked.mixed_precision == "no" else asked.mixed_precision
     title = f"{asked.model.name}: {asked.model.parameters:,} parameters{trained}, {precision}"
     text(console, f"{title}, {ranks_text(asked.world_size)}, {asked.tokens}", "bold")
+    budgets = plans[0].inputs.budgets
     if all_stages or not fits:  # the one stage that was asked for does not fit
-        _show_answer(console, asked, plans[0].inputs.budgets, suggested)
+        _show_answer(console, asked, budgets, suggested)
+    elif "device" in budgets or "together" in budgets:
+        _show_answer(console, asked, budgets, plans[0])
     else:
-        _show_settings(console, asked.mixed_precision, plans[0])
+        _show_choice(console, asked, "", plans[0], "")
     if all_stages:
         _show_stages(console, plans, asked)
     else:
@@ -244,7 +251,7 @@ def _show_choice(console: Console, asked: Asked, what: str, made: Plan | None, n
     device, host = (short_size(made.memory.at_peak(tier)) for tier in (Tier.DEVICE, Tier.HOST))
     more = ", one sequence at a time" if made.inputs.backward_per_step != asked.backward_per_step else ""
     peaks = f"{device} of device memory at peak{f', {host} of host memory' if host != '0' else ''}"
-    text(console, f"{what} {_described(made)}{more}: {peaks}.", GOOD)
+    text(console, f"{what} {_described(made)}{more}: {peaks}.".lstrip(), GOOD)
     _show_settings(console, asked.mixed_precision, made)
 
 

@@ -106,9 +106,12 @@ class Plan:
                 yield f"inputs of checkpointed blocks: on {tier} between forward and backward"
             if sent := self.traffic["sequence"]:
                 yield f"attention exchanges {size_text(sent)} per rank and step within groups of {config.sp_size}"
-        unknown = [name for name, value in self.parts.items() if value is None]
+        unknown = [road for (_, road), value in self.step.parts.items() if value is None]
         if unknown:
-            yield f"step time is not predicted: no speed is known for {', '.join(unknown)}"
+            yield (
+                f"step time is not predicted: no speed is known of {', '.join(dict.fromkeys(unknown))}. Measure this machine: "
+                f"torchrun --nproc-per-node RANKS -m hf_zero probe"
+            )
 
     @property
     def fits(self) -> bool:

@@ -229,8 +229,12 @@ def test_colour_only_in_a_terminal(capsys, monkeypatch):
 def test_one_stage_with_all_details(capsys, folder):
     out = run(capsys, "plan", folder, "--world-size", 2, "--zero-stage", 3, "--zero-offload-optimizer", "cpu",
               "--batch", 2, "--sequence", 16, "--host-memory", "1GiB")  # fmt: skip
+    in_one_line = " ".join(out.split())
+    assert "tokens per rank stage 3 + optimizer on cpu: " in in_one_line
+    assert "--nproc-per-node RANKS -m hf_zero probe" in in_one_line
     for word in ("device", "host", "gathered", "communication", "staging", "activations (estimate)", "budget",
-                 "down", "up", "optimizer, on the host", "as offload_optimizer='cpu' says"):  # fmt: skip
+                 "down, to host memory", "up, to the device",
+                 "optimizer, on the host", "as offload_optimizer='cpu' says"):  # fmt: skip
         assert word in out, word
 
 
