@@ -103,6 +103,11 @@ def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
                     raise UnknownSettingError(
                         f"{cls.__name__} has no setting {name!r}: did you mean '{prefix}{meant}'?"
                     )
+                if all_names and name in ("mixed_precision", "bf16", "fp16"):
+                    raise UnknownSettingError(
+                        f"{cls.__name__} has no setting {name!r}. Precision is set by bf16=True in TrainingArguments, and by "
+                        "mixed_precision='bf16' in Accelerator and zero.shard"
+                    )
                 if all_names:
                     raise UnknownSettingError(f"{cls.__name__} has no setting {name!r}. It has {', '.join(names)}")
             stock(self, *args, **kwargs)
@@ -155,7 +160,7 @@ def _memory_bytes(name: str, given: int | str) -> int:
     """
     nbytes = parse_bytes(given, name)
     bare = str(given).strip()
-    if bare.isdigit() and nbytes < (1 << 20 if isinstance(given, str) else 1 << 10):
+    if re.fullmatch(r"[\d.]+", bare) and nbytes < (1 << 20 if isinstance(given, str) else 1 << 10):
         unit = "GiB" if nbytes < 4096 else "MiB"
         raise ConfigError(f"{name}={given!r} is {nbytes} bytes: did you mean {name}='{bare}{unit}'?")
     return nbytes

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import ZeroConfig
+from ..config import UnknownSettingError, ZeroConfig
 from ..errors import ConfigError
 
+TRANSPORTS = ("open_wire", "open_storage", "limits")
+"""Further arguments of `hf_zero.engine.shard`."""
 
-def check_shard_arguments(model: Any, optimizer: Any, config: Any) -> None:
+
+def check_shard_arguments(model: Any, optimizer: Any, config: Any, more: Mapping[str, Any]) -> None:
     """
+    Args:
+        more: the other keywords.
+
     Raises:
-        ConfigError: an argument has another type.
+        ConfigError: an argument has another type, or does not exist.
     """
+    if settings := {name: value for name, value in more.items() if name not in TRANSPORTS}:
+        ZeroConfig(**settings)  # a name that is no setting either: its error has the closest one
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise UnknownSettingError(
+            f"zero.shard takes settings in a ZeroConfig. Call zero.shard(model, optimizer, zero.ZeroConfig({given}))"
+        )
     several = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for name, found, kind, wanted in (
         ("config", ZeroConfig() if config is None else config, ZeroConfig, "a ZeroConfig"),
@@ -27,8 +40,9 @@ def check_shard_arguments(model: Any, optimizer: Any, config: Any) -> None:
     ):
         if not isinstance(found, kind):
             shown = " ".join(repr(found).split())  # in one line
+            shown = shown if len(shown) <= 80 else f"{shown[:78]} …"
             raise ConfigError(
-                f"{name} must be {wanted}, found {shown:.80}. Call zero.shard(model, optimizer, zero.ZeroConfig(stage=3))"
+                f"{name} must be {wanted}, found {shown}. Call zero.shard(model, optimizer, zero.ZeroConfig(stage=3))"
             )
 
 

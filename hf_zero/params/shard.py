@@ -59,7 +59,7 @@ def shard(
     Example:
         >>> engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), mixed_precision="bf16")
     """
-    check_shard_arguments(model, optimizer, config)
+    check_shard_arguments(model, optimizer, config, transports)
     model, compile_ = take_wrapper_off(model)
     check_ready(model)
     config = config or ZeroConfig()

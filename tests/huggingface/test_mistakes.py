@@ -30,6 +30,10 @@ SHARD: dict[str, tuple[Callable[[], Any], str]] = {
     "swapped": (swapped, "model must be a torch.nn.Module, found AdamW"),
     "config second": (lambda: zero.shard(pair()[0], zero.ZeroConfig()), "optimizer must be .*found ZeroConfig"),
     "class": (lambda: zero.shard(pair()[0], torch.optim.AdamW), "optimizer must be .*AdamW"),
+    "setting": (lambda: zero.shard(*pair(), stage=3), r"in a ZeroConfig. Call .*zero.ZeroConfig\(stage=3\)"),
+    "misspelt": (lambda: zero.shard(*pair(), offload_param="cpu"), "no setting 'offload_param': did you mean 'offload_params'"),
+    "precision": (lambda: zero.ZeroPlugin(bf16=True), "no setting 'bf16'. Precision is set by bf16=True in TrainingArguments"),
+    "long": (lambda: zero.shard(pair()[0], config=pair()[1]), "config must be a ZeroConfig, found AdamW .* …. Call"),
     "no device": (lambda: zero.shard(*pair(), device="gpu"), "device='gpu' is not a device"),
 }  # fmt: skip
 
@@ -57,6 +61,7 @@ def test_settings(kind: Any) -> None:
         ({"offload_dir": 3}, "offload_dir must be the path of a folder, found 3"),
         ({"device_memory": 24}, "24 bytes: did you mean device_memory='24GiB'"),
         ({"host_memory": "64"}, "64 bytes: did you mean host_memory='64GiB'"),
+        ({"device_memory": 24.5}, "24 bytes: did you mean device_memory='24.5GiB'"),
         ({"device_memory": "24000"}, "did you mean device_memory='24000MiB'"),
     ):
         with pytest.raises(zero.ConfigError, match=text):
