@@ -231,7 +231,7 @@ _ACCELERATE_KEYS = {"distributed_type", "compute_environment", "deepspeed_config
 _NOTHING: tuple[Any, ...] = (None, "", "none", False, 0, 1, -1, [], {})
 """Values with which a setting asks for nothing, so that nothing is lost."""
 _ALIKE = 0.9
-_NOTHING_ASKED: tuple[str, str, str] = ("not needed", "", "asks for nothing")
+_NOTHING_ASKED: tuple[str, str, str] = ("not needed", "", "its value is off, or the default")
 _HYBRID_NUMBERS = {("sharding_strategy", "4"), ("sharding_strategy", "5")}
 
 
@@ -369,7 +369,7 @@ def _flat(values: Mapping[str, Any], rows: tuple[Row, ...], above: str = "") -> 
 def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
     """Record what a key sets in `made`; return its verdict, what it becomes, and why."""
     if value == "auto":
-        return "not needed", "", "auto: it comes from the Trainer's arguments, as before"
+        return "not needed", "", "auto: it comes from the Trainer's arguments or the model"
     if row.verdict in ("lost", "to do") and value is not True and value in _NOTHING:
         return _NOTHING_ASKED
     if row.verdict == "to do":
@@ -449,6 +449,12 @@ def _show(made: Migration, file: str) -> None:
     for line in as_training_arguments(made.settings, made.trainer):
         pasted(console, line)
     text(console, "Remove the DeepSpeed or FSDP settings from the script and from accelerate's configuration.")
+    if count := sum(found.verdict in ATTENTION for found in made.findings):
+        text(
+            console,
+            f"The command lacks {count} of {len(made.findings)} settings: the first rows of the table.",
+            "bold red",
+        )
     alike: dict[tuple[str, str], list[str]] = {}
     for found in sorted(made.findings, key=lambda found: _ORDER.index(found.verdict)):
         value = json.dumps(found.value)

@@ -308,6 +308,7 @@ def test_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     rows = [out.index(start) for start in ("│ zero_turbo: 1", "│ zero_hpz_partition_size: 8", "│ stage: 3")]
     assert [command, code, plugin, *rows] == sorted([command, code, plugin, *rows]), "attention first"
     assert "unknown: not known to hf_zero" in out
+    assert "The command lacks 2 of " in out
     assert out.count("┏") == 1, "one table"
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("    "))
 
