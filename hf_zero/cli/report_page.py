@@ -215,6 +215,7 @@ def draw(charts: Sequence[dict[str, Any]], title: str, path: str) -> None:
                 line["y"],
                 label=line["name"],
                 linestyle="-" if line["dash"] == "solid" else "--",
+                linewidth=line["width"],
                 marker=marker,
             )
         axes.set(title=chart["title"], xlabel="step", ylabel=chart["unit"])
@@ -253,6 +254,12 @@ def _chart(
     name: str, title: str, about: str, unit: str, lines: Sequence[Mapping[str, Any]], from_zero: bool = True
 ) -> Iterator[dict[str, Any]]:
     lines = [line for line in lines if any(value != 0 for value in line["y"])]
+    several = sum(line["name"].startswith("rank ") for line in lines) > 1
+    # The first rank's line is the widest: equal ranks stay visible on top of each other.
+    widths = (
+        1.5 if line["dash"] == "dash" else max(1.5, 6 - 2 * at) if several else 2 for at, line in enumerate(lines)
+    )
+    lines = [{**line, "width": width} for line, width in zip(lines, widths)]
     if lines:
         yield {"name": name, "title": title, "about": about, "unit": unit, "lines": lines, "from_zero": from_zero}
 

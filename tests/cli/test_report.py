@@ -379,6 +379,18 @@ def speed_in(folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_equal_ranks_are_seen(recorded: tuple[Path, zero.Report], tmp_path: Path) -> None:
+    """Both of memory's charts draw equal ranks on top of each other: the first line is wider than the second."""
+    facts, *steps = lines(recorded[0])
+    write(tmp_path, [{**facts, "world_size": 2}, *steps])
+    write(tmp_path, [{**facts, "world_size": 2, "rank": 1}, *steps], "zero_steps.rank1.jsonl")
+    runs = cli_report.read_all(tmp_path)
+    charts = {chart["name"]: chart for chart in charts_of(runs, cli_report.summary(runs))}
+    for name in ("memory-device", "process"):
+        wide, narrow = (line["width"] for line in charts[name]["lines"] if line["dash"] == "solid")
+        assert wide > narrow, name
+
+
 def test_parts_of_a_usual_step(
     recorded: tuple[Path, zero.Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
