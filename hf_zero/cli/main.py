@@ -135,11 +135,11 @@ def plan(
     machine: Machine = None,
     json: Json = False,
 ) -> int:
-    """Predict memory per rank, and what fits which GPU, before anything runs.
+    """Predict memory per rank, and what fits which GPU.
 
     MODEL is a size (7B, 350M), a name (llama3-8b, meta-llama/Meta-Llama-3-8B, gpt2), or a local
-    folder or config.json. No weights are read. Without --zero-stage: all stages side by side, and
-    settings for each size of GPU.
+    folder or config.json. Nothing runs, and no weights are read. Without --zero-stage: all stages
+    side by side, and settings for each size of GPU.
 
     \b
     Examples:
@@ -215,7 +215,7 @@ def simulate(
     keep_gathered: Keep = None,
     json: Json = False,
 ) -> None:
-    """Count the collectives of one step on any number of ranks, and estimate its time.
+    """Count the collectives of a step on any number of ranks.
 
     Nothing runs: collectives and bytes are those of the plan, and the time is hops and bytes over
     the links of the network, with the speeds of an H100 or of --machine. No weights are read.
@@ -293,10 +293,10 @@ def report(
     html: Annotated[str | None, _flag("Write one interactive page that needs no other file.", "FILE.html")] = None,
     json: Json = False,
 ) -> None:
-    """Show how a recorded run went: loss, speed, memory against the plan; also of a run in progress.
+    """Show how a run went: loss, speed, memory against the plan.
 
-    Reads the zero_steps.jsonl of all ranks, which ZeroCallback or engine.record writes. With two
-    runs: what differs.
+    Also of a run in progress. Reads the zero_steps.jsonl of all ranks, which ZeroCallback or
+    engine.record writes. With two runs: what differs.
 
     \b
     Examples:
@@ -335,7 +335,7 @@ def doctor(
     offload_dir: Annotated[str | None, _flag("Folder for the disk tier (default: temporary).", "DIR")] = None,
     json: Json = False,
 ) -> int:
-    """Check this machine: GPUs, backend, versions, memory, disk, measured speeds.
+    """Check this machine: GPUs, versions, memory, disk, speeds.
 
     \b
     Examples:

@@ -58,6 +58,10 @@ def test_help_loads_no_torch(argument: str) -> None:
     light(argument)
 
 
+def test_no_line_of_the_help_is_cut() -> None:
+    assert "..." not in light("--help").partition("Commands:")[2]
+
+
 def test_it_runs_as_a_module() -> None:
     ended = python("-m", "hf_zero", "--version")
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", ended.stdout)
