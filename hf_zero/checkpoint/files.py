@@ -259,6 +259,11 @@ class Field:
         return self.value
 
 
+def is_of_torch(value: Any) -> bool:
+    """Return whether the class is torch's own. Attributes of a user's class may change their types and lengths."""
+    return type(value).__module__.startswith("torch.")
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is an int or a float, and no boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..optimizers.facts import Made, made_by, refusal_of
-from .files import Field, read_json
+from .files import Field, is_number, is_of_torch, read_json
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, digest_of, share
 from .ranges import MASTER, Fillable, OptimizerState, ParameterState, Range, Reader, ranges_of
 from .safetensors import Stored, same_files, sampled
@@ -273,7 +273,8 @@ def _options(
         mine = group.get(key)
         options[key] = value = _scalar(entry, mine)
         if not isinstance(entry.value, dict):
-            entry.like(_number(mine))
+            if is_of_torch(optimizer) or is_number(_number(mine)):
+                entry.like(_number(mine))
         elif not isinstance(_number(value), bool):
             Field(entry.path, _number(value), entry.key).finite()
     reason = refusal_of(optimizer, {key: value for key, value in group.items() if key != "params"}, options)

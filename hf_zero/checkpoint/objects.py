@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -22,14 +23,15 @@ from torch import Tensor
 from ..comm.agree import on_all_ranks
 from ..comm.wire import Wire
 from ..errors import CheckpointError
-from .files import Field, naming, read_json
+from .files import Field, is_of_torch, naming, read_json
 from .load import Loading
 from .manifest import check_version
 from .save import STATE, Saving
 
 _COUNTS = ("last_epoch", "_step_count")
-_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
-_RESERVED = {_TENSOR, _TUPLE, _PAIRS}
+_RATES = {"base_lrs", "_last_lr"}
+_TENSOR, _TUPLE, _PAIRS, _COUNTER = "__tensor__", "__tuple__", "__pairs__", "__counter__"
+_RESERVED = {_TENSOR, _TUPLE, _PAIRS, _COUNTER}
 
 
 class Stateful(Protocol):
@@ -104,6 +106,7 @@ def load_state(item: Stateful, saved: Field) -> None:
     """
     if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
         mine = item.state_dict()
+        fixed = mine.keys() if is_of_torch(item) else _RATES & mine.keys()
         for name, entry in saved.entries():
             if name in _COUNTS:
                 entry.integer(2**53)
@@ -111,9 +114,9 @@ def load_state(item: Stateful, saved: Field) -> None:
                 entry.read_by(lambda found: [dict(each or {}) for each in found], "objects or null")
             elif name == "best":  # of metrics: infinite before the first
                 entry.read_by(float, "a number")
-            elif name in mine:
+            elif name in fixed:
                 entry.like(mine[name])
-            elif hasattr(type(item), name):
+            elif name not in mine and hasattr(type(item), name):
                 raise entry.refused(f"nothing: it is a method of {type(item).__name__}")
     saved.read_by(item.load_state_dict, f"a state of {type(item).__name__}")
 
@@ -144,6 +147,8 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return {_TUPLE: [pack(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]}
     if isinstance(value, list):
         return [pack(item, tensors, f"{where}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, Counter):  # milestones of a MultiStepLR, which calls its methods
+        return {_COUNTER: pack(dict(value), tensors, where)}
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and not (len(value) == 1 and value.keys() <= _RESERVED):
             return {key: pack(item, tensors, f"{where}.{key}") for key, item in value.items()}
@@ -167,6 +172,8 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
             return tensors[value[_TENSOR]]
         if set(value) == {_TUPLE}:
             return tuple(unpack(item, tensors) for item in value[_TUPLE])
+        if set(value) == {_COUNTER}:
+            return Counter(unpack(value[_COUNTER], tensors))
         if set(value) == {_PAIRS}:
             return {unpack(key, tensors): unpack(item, tensors) for key, item in value[_PAIRS]}
         return {key: unpack(item, tensors) for key, item in value.items()}
