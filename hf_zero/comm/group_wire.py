@@ -149,7 +149,7 @@ class GroupWire(Wire):
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         # In host memory if the group can: on a GPU the answer would wait for all of forward.
-        found = torch.tensor(values, dtype=torch.int32, device=home_device())
+        found = torch.tensor(values, dtype=torch.int32, device=home_device(self.group))
         self.traffic.moved("agree", found.numel() * 4 * (self.size - 1))
         work = self._wait_for(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), "agree")
 
@@ -161,7 +161,7 @@ class GroupWire(Wire):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.traffic.moved("other", tensor.numel() * tensor.element_size())
-        self._call(dist.broadcast, tensor, source)
+        self._call(partial(dist.broadcast, tensor, group=self.group, group_src=source))
 
     def _message(self, begin: Callable[[list[Tensor], int, int], Any], values: Tensor, peer: int) -> None:
         """Start one message and wait for it."""
@@ -385,10 +385,23 @@ class PairWire(GroupWire):
 class CollectiveWire(GroupWire):
     """The backend's own collectives. Waiting blocks the current stream, never the host.
 
-    They have no tags: ranks that gather different spans of one length get a mixture. Each agreement compares all gathers.
+    They have no tags: ranks that gather different spans of one length get a mixture. Each agreement compares all gathers. And
+    their order is that of the process group, so engines have one of their own: user code's collectives cannot come between.
     """
 
     ragged = False
+
+    def open_groups(self) -> None:
+        known, key = self.watcher.groups, "engines"
+        if key not in known:
+            # Agreements go through host memory: in the device's they would wait for all of its work.
+            is_able = home_device(self.group).type == "cpu"
+            backend = None if is_able else f"cpu:gloo,{dist.get_backend_config(self.group)}"
+            with self.watch.doing("opening a process group"):
+                self.barrier()
+                known[key] = self._open(partial(dist.new_group, backend=backend))
+        self.group = known[key]
+        self.watch.interrupts.append(partial(interrupt, ref(self.group), self.device))
 
     def start_maximum(self, values: Sequence[int], *, at_end: bool = False) -> Callable[[], list[int]]:
         mark = self.watch.gathers & _HIGHEST

@@ -71,6 +71,7 @@ class HybridWire(Wire):
             setattr(self, name, getattr(world, name))
 
     def open_groups(self) -> None:
+        self.world.open_groups()
         ranks = range(self.size)
         if self.shards > 1:
             self.shard_group = self.world.among([ranks[at : at + self.shards] for at in ranks[:: self.shards]])

@@ -60,9 +60,13 @@ def check_ranks() -> int:
     return ranks
 
 
-def home_device() -> torch.device:
-    """Return the device of buffers that the default process group can send: CPU if its backend can."""
-    if dist.is_available() and dist.is_initialized() and torch.device("cpu") not in default_group()._device_types:
+def home_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device of buffers that a process group (None: the default one) can send: CPU if its backend can."""
+    if (
+        dist.is_available()
+        and dist.is_initialized()
+        and torch.device("cpu") not in (group or default_group())._device_types
+    ):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

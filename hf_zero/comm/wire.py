@@ -107,7 +107,7 @@ class Wire:
         return self.reduce(source, out, tag)
 
     def open_groups(self) -> None:
-        """Open groups of some ranks. A collective; must precede the first message within such a group."""
+        """Open the process groups that the engine needs. A collective; must precede gathers and reduces."""
 
     def send_to_rank_0(self, values: Tensor | None, landing: Tensor, source: int) -> None:
         """Send `values` of rank `source` to rank 0's `landing` (1-D, CPU, same dtype and length). Other ranks do nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
@@ -41,6 +42,18 @@ class Ordered(nn.Module):
         for number in order:
             x = self.blocks[number](x)
         return x.square().mean()
+
+
+@on_ranks()
+def test_collectives_of_user_code_do_not_come_between(rank: int, world: int) -> None:
+    """One rank starts its own before a step, the other after it: those of the engine are in a process group of their own."""
+    model = Ordered()
+    zero.shard(model, None, zero.ZeroConfig(stage=3), **ROADS["collectives"].given)
+    total = torch.full((7,), float(rank))
+    work = dist.all_reduce(total, async_op=True) if rank == 0 else None
+    model(torch.ones(2, 16), (0, 1, 2, 3)).backward()
+    (work or dist.all_reduce(total, async_op=True)).wait()
+    assert total.tolist() == [1.0] * 7
 
 
 @pytest.mark.parametrize("orders", [((0, 1, 2, 3), (0, 2, 1, 3)), ((0, 1, 3), (0, 2, 3))])
