@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "a step in backward updates what this rank alone has gradients of",
         "engine/host_step.py",
-        "iter(self._context.wire.max_scalar(flags).tolist())",
+        "iter(self._context.wire.start_maximum(mine)())",
         "iter(mine)",
         program("options"),
     ),
@@ -292,8 +292,8 @@ MUTANTS = (
     Mutant(
         "rank 0's buffers are not sent",
         "compat/buffers.py",
-        "                if buffer is not None and flags[-1]:",
-        "                if buffer is None and flags[-1]:",
+        "                if buffer is not None and _sign(buffer) == sign:",
+        "                if buffer is None:",
         program("buffer or norm or modules"),
     ),
     Mutant(

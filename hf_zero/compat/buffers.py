@@ -274,13 +274,13 @@ class Buffers(Observer):
         device = self._wire.device or self._context.device
         message = torch.zeros(end + len(starts), dtype=torch.uint8, device=device)
         if self._wire.rank == 0:
-            flags = []
-            for (of, key), sign, start in zip(self._slots, self._live.values(), starts):
+            message[end:].fill_(True)
+            for at, ((of, key), sign, start) in enumerate(zip(self._slots, self._live.values(), starts)):
                 buffer = of.get(key)
-                flags.append(buffer is not None and _sign(buffer) == sign)
-                if buffer is not None and flags[-1]:
+                if buffer is not None and _sign(buffer) == sign:
                     message[start : start + _nbytes(sign)].copy_(_bytes(buffer))
-            message[end:].copy_(torch.tensor(flags, dtype=torch.uint8, device="cpu"))
+                else:  # not by a tensor of all flags: a copy of host memory would wait for the device
+                    message[end + at].fill_(False)
         self._wire.broadcast(message)
         return message
 

@@ -154,9 +154,8 @@ class Stepper:
 
     def _agree_on_present(self, unit: Unit) -> None:
         """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
-        mine = [float(flag) for span in unit.trained for flag in span.bucket.had_local]
-        flags = torch.tensor(mine, dtype=torch.float32, device=self._context.device)
-        agreed = iter(self._context.wire.max_scalar(flags).tolist())
+        mine = [flag for span in unit.trained for flag in span.bucket.had_local]
+        agreed = iter(self._context.wire.start_maximum(mine)())  # not of device memory: it would wait for the device
         for span in unit.trained:
             span.bucket.present = [next(agreed) > 0 for _ in span.params]
 
@@ -375,7 +374,8 @@ class Stepper:
         if home is None or not values.numel():
             return
         target = home[start : start + values.numel()]
-        if isinstance(target, Tensor) and target.device.type == "cpu":
+        is_on_device = span.copy is None or span.copy_tier is Tier.DEVICE
+        if isinstance(target, Tensor) and (self._storage.link.is_one_memory or not is_on_device):
             target.copy_(values)
             return
         memory = None

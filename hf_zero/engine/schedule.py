@@ -65,7 +65,7 @@ class Schedule:
         self._running: list[int] = [0] * len(self.units)
         self._awaited: list[int] = [0] * len(self.units)  # bits of hosts that are still to run: the unit stays
         self._depth = 0  # of calls of the root
-        self._keeps = False  # this forward, or a part of it, builds a graph
+        self._builds_graph = False  # this forward, or a part of it, builds a graph
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
         self._tail: Unit | None = None  # the unit used last: the first that a backward needs
@@ -115,9 +115,9 @@ class Schedule:
             self._last_order, self._order = self._order, []
 
     def _begin_forward(self) -> None:
-        self._keeps = torch.is_grad_enabled()
-        self._may_have_missed = self._may_have_missed or self._keeps
-        self._wire.watch.phase = "forward" if self._keeps else "a forward without gradients"
+        self._builds_graph = torch.is_grad_enabled()
+        self._may_have_missed = self._may_have_missed or self._builds_graph
+        self._wire.watch.phase = "forward" if self._builds_graph else "a forward without gradients"
 
     def _post_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if backward_id() >= 0 or self._depth == 0:
@@ -143,7 +143,7 @@ class Schedule:
     @property
     def _keeps_units(self) -> bool:
         """Return whether units of `Context.kept` stay for a backward, also of a graph that only other ranks build."""
-        return self._keeps or bool(self.tape.uses)
+        return self._builds_graph or bool(self.tape.uses)
 
     def _release_prefetched(self, *, keeps: bool = False) -> None:
         for unit in self.units if self.frees else ():
@@ -189,7 +189,7 @@ class Schedule:
             self._order.append(unit)
         use = None
         # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
-        has_graph = torch.is_grad_enabled() or (self.frees and self._keeps and not in_backward)
+        has_graph = torch.is_grad_enabled() or (self.frees and self._builds_graph and not in_backward)
         if has_graph and (self.frees or unit.trained):
             # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
             is_apart = in_backward or (self.frees and self.context.is_unsharded)
@@ -312,16 +312,17 @@ class Schedule:
         if use.is_entered:
             return
         for each in self._walk.up_to(use):
-            self._arrive(each, skipped=each is not use)
+            self._arrive(each)
 
-    def _arrive(self, use: Use, *, skipped: bool) -> None:
+    def _arrive(self, use: Use) -> None:
         for earlier in self._walk.enter(use):  # entered first: an earlier use of its unit does not release it
             self._finish_use(earlier)
         if not self.frees:
             return
         if use.reads:
             self._need(self.units[use.index])
-        following = None if skipped else self._walk.next
+        # Also where this rank skips the use: gathers and reduces of all ranks are in one order.
+        following = self._walk.next
         if following is not None and following.reads:
             self.units[following.index].gather()
 
@@ -391,7 +392,7 @@ class Schedule:
         """Pass the uses that this rank has not reached: other ranks did, and gather their units with this one."""
         self._tail = None
         for use in self._walk.up_to():
-            self._arrive(use, skipped=True)
+            self._arrive(use)
         for use in sorted(self._walk.entered, key=attrgetter("opened"), reverse=True):
             if use.is_listed:
                 self._finish_use(use)

@@ -56,6 +56,23 @@ def test_numbers_do_not_depend_on_when_messages_move(pools: dict[int, RankPool],
     check(pools, name, rows(name, 2, "late")[:2])
 
 
+@pytest.mark.parametrize("roads", ["late", pytest.param("early collectives", marks=pytest.mark.wide)])
+def test_gathers_and_reduces_have_one_order(pools: dict[int, RankPool], roads: str) -> None:
+    """Where a backward comes to other uses on each rank."""
+    check(pools, "paths.loss_depth_by_rank", [Setting(stage=3, roads=roads)])
+
+
+@pytest.mark.parametrize("name", ["loops.gpt2_clipped_and_accumulated", "options.steps_in_backward"])
+def test_numbers_do_not_depend_on_when_copies_move(pools: dict[int, RankPool], name: str) -> None:
+    """Between a host and a device with memory of its own: of gradients, and of parameters from host memory and disk."""
+    rows = [
+        Setting(stage=3, tier="cpu/disk", precision="bf16"),
+        Setting(stage=2, tier="cpu"),
+        Setting(stage=3, tier="disk"),
+    ]
+    check(pools, name, [replace(row, roads=roads) for row in rows for roads in ("late copies", "early copies")])
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "world", "roads"),

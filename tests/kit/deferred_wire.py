@@ -40,12 +40,14 @@ class Mode(Enum):
 
 
 LATE = {
-    "late": (Mode.LAST, False),
-    "early": (Mode.FIRST, False),
-    "late collectives": (Mode.LAST, True),
-    "early collectives": (Mode.FIRST, True),
+    "late": (Mode.LAST, False, True),
+    "early": (Mode.FIRST, False, True),
+    "late collectives": (Mode.LAST, True, True),
+    "early collectives": (Mode.FIRST, True, True),
+    "late copies": (Mode.LAST, False, False),
+    "early copies": (Mode.FIRST, False, False),
 }
-"""By the name that a row of tests/settings.py has: when bytes move, and whether by collectives."""
+"""By the name that a row of tests/settings.py has: when bytes move, whether by collectives, whether device and host are one."""
 
 
 class Hazard(AssertionError):
