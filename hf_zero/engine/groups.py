@@ -1,4 +1,4 @@
-"""Optimizer groups that change, and optimizers that are bound later: translated into segments.
+"""Optimizer groups as segments: those that optimizers have first, groups that change, and optimizers that are bound later.
 
 User code sees segments in `group["params"]`, and may move them between groups, remove them, or add parameters of the model.
 Each rank has other segments. The ranks exchange what their groups hold, and all get the same groups of parameters. Then

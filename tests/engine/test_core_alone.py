@@ -5,8 +5,12 @@ Lost without observers is only what their files in `compat/` and `diagnostics/` 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from torch import nn
 
 from hf_zero import ConfigError, LayoutError, StateError, ZeroConfig
 from hf_zero.engine import shard
-from tests.kit.pool import RankPool, on_ranks
+from tests.kit.pool import ON_CPU, RankPool, on_ranks
 from tests.models import mlp
 from tests.programs import PROGRAMS
 from tests.settings import Setting
@@ -58,6 +62,29 @@ def test_equals_data_parallel(pools: dict[int, RankPool], name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_data_parallel_under_more_rows(pools: dict[int, RankPool], name: str) -> None:
     check(pools, name, alone(name, MORE_ROWS))
+
+
+def test_neither_folder_is_loaded(tmp_path: Path) -> None:
+    """A process of its own: tests load both. It trains, saves and loads."""
+    code = f"""if True:
+        import sys, torch
+        from hf_zero import ZeroConfig
+        from hf_zero.engine import shard
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = shard(model, optimizer, ZeroConfig(stage=3, offload_optimizer="cpu", offload_params="cpu"))
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.save({str(tmp_path / "saved")!r})
+        engine.load({str(tmp_path / "saved")!r})
+        print(*[name for name in sys.modules if name.startswith(("hf_zero.compat", "hf_zero.diagnostics"))])
+    """
+    environment = {**os.environ, **ON_CPU}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == []
 
 
 @on_ranks()
