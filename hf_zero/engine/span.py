@@ -31,7 +31,7 @@ from .bucket import Bucket
 from .context import Context
 from .parameter import Place, adopt, set_raw_data, source_of
 from .segments import Segment
-from .written import put
+from .written import put, with_digits
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -325,8 +325,7 @@ class Span:
         """Give the master those elements of `local` that are not its own, rounded: user code wrote them."""
         if not self.is_alias:
             master = self.values().to(self.device)
-            is_own = master.to(self.local.dtype) == self.local
-            self.write(0, torch.where(is_own, master, self.local.to(master.dtype)))
+            self.write(0, with_digits(master, self.local))
 
     @torch.no_grad()
     def leave_storage(self) -> None:

@@ -104,12 +104,22 @@ def write_back(span: Span, index: int, values: Tensor, shown: Tensor | None = No
         span.unit.wait_for_step()
         master = fetch(span.master[part.start : part.stop])
         new = values[part.there].to(master.device)
-        result = torch.where(new == master.to(new.dtype), master, new.to(master.dtype))
+        result = with_digits(master, new)
         if shown is not None:
             result = _moved(span, shown, part.start, new, master, result)
         span.store(part.start, result)
     except ZeroError as error:  # the disk of this rank alone
         span.context.note_failure(error)
+
+
+def with_digits(master: Tensor, new: Tensor) -> Tensor:
+    """Return `new` in the master's dtype. Elements equal to the master's keep the digits that the dtype of `new` lacks.
+
+    Zeros get the sign of `new`: ranks compare the bytes of what they show, of which each rank's master has a part.
+    """
+    if new.dtype == master.dtype:
+        return new
+    return torch.where(new == master.to(new.dtype), master.copysign(new), new.to(master.dtype))
 
 
 def _moved(span: Span, shown: Tensor, start: int, new: Tensor, master: Tensor, result: Tensor) -> Tensor:

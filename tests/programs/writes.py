@@ -56,6 +56,16 @@ def weight_clip(run: Run, t: int) -> None:
         p.data.clamp_(-0.1, 0.1)
 
 
+@after_steps(3, tells=lambda row: row.stage in (1, 2) and row.tier == "cpu")
+def zeros_change_their_sign(run: Run, t: int) -> None:
+    """As masks of pruning and soft thresholds do. Ranks that write the same zeros do not differ."""
+    weight = run.model[2].weight
+    with torch.no_grad():
+        weight.mul_(torch.arange(16) % 2)
+        full_parameter(run, weight)
+        weight.neg_()
+
+
 @after_steps(3, adamw, only=FP32)
 def evaluates_with_old_weights(run: Run, t: int) -> None:
     """Weights kept by value, written back by `copy_`, in two programs' ways."""
