@@ -149,9 +149,9 @@ def _hf_zero(stage: int, spare_memory: str | None = None, *, sockets: bool = Fal
 
     def build(job: Job, model: nn.Module) -> Step:
         import hf_zero as zero
-        from hf_zero.comm.group_wire import PairWire
+        from hf_zero.comm.group_wire import P2PWire
 
-        class Sockets(PairWire):
+        class Sockets(P2PWire):
             is_direct = False
 
         optimizer = _adamw(job, model.parameters())

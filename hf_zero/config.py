@@ -47,7 +47,7 @@ ACTIVATION_TIERS = ("none", "cpu", "disk")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-_ELSEWHERE = {
+_FOREIGN_NAMES = {
     "offload_optimizer_device": "offload_optimizer",
     "offload_param_device": "offload_params",
     "cpu_offload": "offload_optimizer",
@@ -63,8 +63,8 @@ _ELSEWHERE = {
     "zero_quantized_weights": "wire",
 }
 """Names of settings in DeepSpeed and FSDP, with the setting here."""
-_VALUES_ELSEWHERE = {"nvme": "disk", "ssd": "disk", "host": "cpu", "true": "cpu"}
-_VALUES_ELSEWHERE |= dict.fromkeys(("gpu", "cuda", "device", "false"), "none")
+_FOREIGN_VALUES = {"nvme": "disk", "ssd": "disk", "host": "cpu", "true": "cpu"}
+_FOREIGN_VALUES |= dict.fromkeys(("gpu", "cuda", "device", "false"), "none")
 
 
 class UnknownSettingError(ConfigError, TypeError):
@@ -74,7 +74,7 @@ class UnknownSettingError(ConfigError, TypeError):
 T = TypeVar("T", bound=type)
 
 
-def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
+def suggest_names(prefix: str = "", *, all_names: bool = True) -> Any:
     """Make the constructor of a dataclass suggest the closest setting for an unknown keyword.
 
     Args:
@@ -97,7 +97,7 @@ def explains_names(prefix: str = "", *, all_names: bool = True) -> Any:
                 )
             for name in [name for name in kwargs if name not in known]:
                 bare = name.removeprefix("zero_")
-                meant = _ELSEWHERE.get(name) or _ELSEWHERE.get(bare)
+                meant = _FOREIGN_NAMES.get(name) or _FOREIGN_NAMES.get(bare)
                 meant = meant or next(iter(difflib.get_close_matches(bare, names, 1, 0.8)), None)
                 if meant is not None:
                     raise UnknownSettingError(
@@ -127,7 +127,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if isinstance(value, str) and value in choices:
         return
     word = str(value.get("device") if isinstance(value, dict) else value).lower()
-    meant = _VALUES_ELSEWHERE.get(word, word)
+    meant = _FOREIGN_VALUES.get(word, word)
     hint = f": did you mean {meant!r}?" if meant in choices else ""
     raise ConfigError(f"{name} must be one of {', '.join(choices)}, found {value!r}{hint}")
 
@@ -189,7 +189,7 @@ def _patterns(name: str, given: object, what: str, one: str, two: str) -> tuple[
     return tuple(stripped for word in words if (stripped := word.strip()))
 
 
-@explains_names()
+@suggest_names()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """Settings of one engine. Flags and plugins take defaults and metadata from here.
@@ -463,7 +463,7 @@ class ZeroConfig:
         return {name: value for name, value in self.to_dict().items() if name == "stage" or value != stock[name]}
 
 
-def setting(name: str, **said: Any) -> Any:
-    """Return a dataclass field with the default and metadata of `ZeroConfig`'s field; `said` overrides them."""
+def setting(name: str, **overrides: Any) -> Any:
+    """Return a dataclass field with the default and metadata of `ZeroConfig`'s field; `overrides` overrides them."""
     origin = ZeroConfig.__dataclass_fields__[name]
-    return field(default=said.pop("default", origin.default), metadata={**origin.metadata, **said})
+    return field(default=overrides.pop("default", origin.default), metadata={**origin.metadata, **overrides})

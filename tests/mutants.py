@@ -83,9 +83,9 @@ MUTANTS = (
     ),
     Mutant(
         "the second backward's gradient on disk is added twice",
-        "tiers/arrival.py",
-        "self._values.add_(self._home.read_into(before))",
-        "self._values.add_(self._home.read_into(before), alpha=2)",
+        "tiers/gradient_offload.py",
+        "self._values.add_(self._target.read_into(before))",
+        "self._values.add_(self._target.read_into(before), alpha=2)",
         program("loops"),
     ),
     Mutant(
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         "a step over the disk does not apply the factor of clipping",
         "engine/host_step.py",
-        "                grad.mul_(piece.factor)",
+        "                grad.mul_(update.factor)",
         "                pass",
         program("clip"),
     ),
@@ -215,7 +215,7 @@ MUTANTS = (
     Mutant(
         "units are never released",
         "engine/unit.py",
-        "        if self.state is State.SHARDED or not self.context.frees or self.is_pinned:",
+        "        if self.state is State.SHARDED or not self.context.reshards or self.is_pinned:",
         "        if self.state is not None:",
     ),
     Mutant(
@@ -234,21 +234,21 @@ MUTANTS = (
     ),
     Mutant(
         "one rank reduces other units than the others",
-        "engine/reduces.py",
+        "engine/reduce_queue.py",
         "            self.start(self._order.popleft())",
         "            self.start(self._order.popleft() if self._order[0].context.wire.rank else self._order.pop())",
     ),
     # Writes
     Mutant(
         "`param.data = x` is lost where full parameters stay",
-        "engine/written.py",
+        "engine/write_back.py",
         "    if span.is_readable:\n        span.view(index).copy_(values)",
-        "    if span.is_readable and not span.stays:\n        span.view(index).copy_(values)",
+        "    if span.is_readable and not span.is_persistent:\n        span.view(index).copy_(values)",
         program("writes"),
     ),
     Mutant(
         "`param.data = x` is lost where parameters are released",
-        "engine/written.py",
+        "engine/write_back.py",
         "        write_back(span, index, values.detach().reshape(-1), shown_by_codec(span))",
         "        pass",
         program("writes"),
@@ -263,8 +263,8 @@ MUTANTS = (
     Mutant(
         "a write in a forward is lost at stage 3",
         "compat/writes.py",
-        "    def unit_released(self, unit: Unit) -> None:\n        self._find(unit)",
-        "    def unit_released(self, unit: Unit) -> None:\n        self._see(unit)",
+        "    def unit_released(self, unit: Unit) -> None:\n        self._find_writes(unit)",
+        "    def unit_released(self, unit: Unit) -> None:\n        self._record_versions(unit)",
         program("writes"),
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = (
     ),
     Mutant(
         "a write to the optimizer's tensors is not noticed",
-        "engine/bound.py",
+        "engine/bound_optimizers.py",
         "        is_counted = versions != self._versions\n",
         "        is_counted = False\n",
         program("writes or optimizers"),
@@ -292,7 +292,7 @@ MUTANTS = (
     Mutant(
         "rank 0's buffers are not sent",
         "compat/buffers.py",
-        "                if buffer is not None and _sign(buffer) == sign:",
+        "                if buffer is not None and _signature(buffer) == sign:",
         "                if buffer is None:",
         program("buffer or norm or modules"),
     ),
@@ -305,16 +305,16 @@ MUTANTS = (
     ),
     Mutant(
         "options of the optimizer's groups are not compared between ranks",
-        "diagnostics/options.py",
+        "diagnostics/optimizer_options.py",
         "            self._mark = zlib.crc32(repr(self._named()).encode())",
         "            self._mark = 0",
         ("tests/diagnostics/test_debug.py",),
     ),
     Mutant(
         "ranks that initialise differently are not compared",
-        "params/alike.py",
-        "        if len(set(prints)) == 1 or OWN in prints or not",
-        "        if prints or OWN in prints or not",
+        "params/rank_equality.py",
+        "        if len(set(digests)) == 1 or WRITTEN_LOCALLY in digests or not",
+        "        if digests or WRITTEN_LOCALLY in digests or not",
         ("tests/regressions/test_init_ranks.py",),
     ),
     Mutant(

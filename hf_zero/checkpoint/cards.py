@@ -298,7 +298,7 @@ def is_unfilled(text: str) -> bool:
     return _UNFILLED in text
 
 
-def is_unwritten(text: str) -> bool:
+def is_machine_written(text: str) -> bool:
     """Return whether a training program wrote this card: a generated one, a template with gaps, or the stock Trainer's.
 
     A user may have begun to edit the last two, without our line: what is not rewritten in each run needs `is_generated`.

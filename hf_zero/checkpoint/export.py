@@ -30,14 +30,14 @@ from ..errors import CheckpointError, ConfigError, TierError
 from ..tiers.array import FileSource, OnDisk
 from ..version import __version__
 from .cards import CARD, card_for, is_generated, is_unfilled, read_card, sealed
-from .files import inside, naming, read_json
+from .files import inside, named_os_errors, read_json
 from .folder import SUFFIX, Progress, Staging, counting, verify
 from .hub import Hub
-from .kinds import stale_weights
 from .manifest import MANIFEST
 from .ranges import bytes_of
-from .safetensors import Header, Stored, build_header, write_fully
-from .save import is_ours
+from .safetensors import Header, StoredTensor, build_header, write_fully
+from .save import is_hf_zero_checkpoint
+from .weight_kinds import stale_weights
 from .weights import WeightSet, find_weights, index_text
 
 CHUNK_NUMEL = 1 << 20
@@ -150,7 +150,7 @@ def _plan(folder: Path, dtype: str | None, report: Progress) -> dict[str, Conten
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a checkpoint")
     manifest = None
-    if is_ours(folder):
+    if is_hf_zero_checkpoint(folder):
         manifest = verify(folder, progress=report)
     else:
         warnings.warn(
@@ -293,7 +293,7 @@ def _write_folder(target: Path, files: dict[str, Content], report: Progress) -> 
     staging = Staging(target)
     staging.open()
     try:
-        with naming(target):
+        with named_os_errors(target):
             _write_files(staging.path, files, report)
             found = target.rglob("*") if target.is_dir() else ()
             present = {path.relative_to(target).as_posix() for path in found if path.is_file()}
@@ -312,7 +312,7 @@ def _write_files(place: Path, files: Mapping[str, Content], report: Progress, *,
     written = counting(report, "writing", total)
     for name, content in files.items():
         path = place / name
-        with naming(path):
+        with named_os_errors(path):
             path.parent.mkdir(exist_ok=True)
             if isinstance(content, _Rewritten):
                 _write_weights(content, path, written)
@@ -352,7 +352,7 @@ def _write_weights(rewritten: _Rewritten, target: Path, done: Callable[[int], No
         raise CheckpointError(f"{target} cannot be written: {error}") from error
 
 
-def _converted(key: str, source: Stored, values: torch.Tensor, dtype: str) -> torch.Tensor:
+def _converted(key: str, source: StoredTensor, values: torch.Tensor, dtype: str) -> torch.Tensor:
     if source.dtype == dtype:
         return values
     cast = values.to(dtype_of(dtype))

@@ -1,6 +1,6 @@
 """Read files that a stranger may have made: regular files inside their folder, within limits, values checked.
 
-Readers of a checkpoint open files with `open_plain`, resolve names with `inside`, read JSON with
+Readers of a checkpoint open files with `open_regular`, resolve names with `inside`, read JSON with
 `read_json` and take values out of it with `Field`. Each error names the file and the key.
 """
 
@@ -26,7 +26,7 @@ MAX_JSON_VALUES = 8 << 20
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str], done: str = "written") -> Iterator[None]:
+def named_os_errors(path: str | os.PathLike[str], done: str = "written") -> Iterator[None]:
     """Turn an OSError into a CheckpointError that names the file; its own message often lacks it.
 
     Raises:
@@ -38,7 +38,7 @@ def naming(path: str | os.PathLike[str], done: str = "written") -> Iterator[None
         raise CheckpointError(f"{os.fspath(path)} cannot be {done}: {error}") from error
 
 
-def open_plain(path: str | os.PathLike[str]) -> int:
+def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading. Others are not opened: a pipe without a writer would wait for ever.
 
     Raises:
@@ -87,7 +87,7 @@ def read_bounded(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
         CheckpointError: it has more than `limit_bytes`, or is not a regular file.
         OSError: it cannot be opened or read.
     """
-    with open(open_plain(path), "rb") as file:
+    with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:
             raise CheckpointError(f"{os.fspath(path)} has {size} bytes, more than the {limit_bytes} that are allowed")

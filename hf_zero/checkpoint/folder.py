@@ -26,9 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
-from .files import naming
-from .kinds import kind_of, stale_weights
+from .files import named_os_errors
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
+from .weight_kinds import stale_weights, weight_kind
 
 SUFFIX = ".zero_saving"
 """Marks staging folders: `.NAME.zero_saving-*` next to a target, `.zero_saving-*` inside one."""
@@ -71,7 +71,7 @@ class Staging:
             raise CheckpointError(f"{self.target} is a file. Choose a folder to save into")
         parent, prefix = self.target.parent, f".{self.target.name}{SUFFIX}"
         try:
-            with naming(self.target):
+            with named_os_errors(self.target):
                 parent.mkdir(parents=True, exist_ok=True)
                 # A folder that exists is kept, also an empty one: it may be a mount point or the current folder, and its
                 # parent may be read-only.
@@ -111,9 +111,9 @@ class Staging:
                 target were already replaced; otherwise the target is unchanged.
         """
         try:
-            with naming(self.path / MANIFEST), open(self.path / MANIFEST, "wb") as file:
+            with named_os_errors(self.path / MANIFEST), open(self.path / MANIFEST, "wb") as file:
                 file.write(manifest.to_bytes())
-            with naming(self.target):
+            with named_os_errors(self.target):
                 stale = (_files_of(self.target) | _rivals(self.target, manifest)) - set(manifest.files)
             self.put_in_place(MANIFEST, stale)
         finally:
@@ -156,7 +156,7 @@ class Staging:
             (self.target / name).unlink(missing_ok=True)
             self._state = mixed
         # Weights last: weights without a manifest would load as a plain model folder.
-        for name in sorted(names, key=lambda name: (kind_of(name) is not None, name)):
+        for name in sorted(names, key=lambda name: (weight_kind(name) is not None, name)):
             if name != last and name not in gates:
                 os.replace(self.path / name, self.target / name)
                 self._state = mixed
@@ -310,7 +310,7 @@ def _rivals(target: Path, manifest: Manifest) -> set[str]:
     """Return older weights that readers would take for those of this save; warn of other kinds."""
     if not target.is_dir():
         return set()
-    folders = {PurePosixPath(name).parent for name in manifest.files if kind_of(name) is not None}
+    folders = {PurePosixPath(name).parent for name in manifest.files if weight_kind(name) is not None}
     present = [
         (folder / path.name).as_posix()
         for folder in folders
@@ -318,7 +318,7 @@ def _rivals(target: Path, manifest: Manifest) -> set[str]:
         for path in (target / folder).iterdir()
     ]
     same, other = stale_weights(present, manifest.files)
-    written = {kind_of(name) for name in manifest.files}
+    written = {weight_kind(name) for name in manifest.files}
     pickles = [name for name, kind in other.items() if kind.removeprefix("pickled ") in written]
     adapter = [name for name, kind in other.items() if kind == "adapter" and name not in _files_of(target)]
     if adapter:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..version import __version__
-from .cards import CARD, is_generated, is_unwritten, read_card
-from .kinds import refuse_other_weights, stale_weights
+from .cards import CARD, is_generated, is_machine_written, read_card
+from .weight_kinds import refuse_other_weights, stale_weights
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -119,7 +119,7 @@ def changes(
     allow_patterns: list[str] | None = None,
     ignore_patterns: Sequence[str] = (),
     overwrite: bool = False,
-    is_replaced: Callable[[str], bool] = is_unwritten,
+    is_replaced: Callable[[str], bool] = is_machine_written,
     **_: Any,
 ) -> tuple[list[str], list[str]]:
     """Return patterns of remote files that an upload of a folder deletes, and of local files that it leaves out.
@@ -135,7 +135,7 @@ def changes(
     listed = list_files(api, repo_id, revision, token)
     present = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
     keep: list[str] = []
-    if not folder and CARD in present and CARD in new and is_unwritten(read_card(root / CARD)):
+    if not folder and CARD in present and CARD in new and is_machine_written(read_card(root / CARD)):
         with tempfile.TemporaryDirectory() as local:
             path = api.hf_hub_download(repo_id, CARD, revision=revision, token=token, local_dir=local)
             keep = [] if is_replaced(read_card(Path(path))) else [CARD]

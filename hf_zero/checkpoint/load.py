@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.wire import Wire
 from ..core.layout import Extent, ParamSpec
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
-from ..optimizers.facts import Made, made_by, refusal_of
+from ..optimizers.step_probe import StepProbe, probe_step, refusal_of
 from .files import Field, is_number, is_of_torch, read_json
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, check_version, digest_of, share
-from .ranges import MASTER, Fillable, OptimizerState, ParameterState, Range, Reader, ranges_of
-from .safetensors import Stored, same_files, sampled
-from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, is_ours
-from .weights import Located, WeightFormat, checked_header, extra_states, find_weights, persistent_buffers
+from .ranges import MASTER, Fillable, OptimizerState, ParameterState, Range, RangeReader, ranges_of
+from .safetensors import StoredTensor, check_same_files, sample_digest
+from .save import OPTIMIZER_FOLDER, OPTIMIZER_INDEX, is_hf_zero_checkpoint
+from .weights import WeightFormat, WeightLocations, checked_header, extra_states, find_weights, persistent_buffers
 
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
 _MOST_STEPS = 2**53  # larger counts are not exact in float64
@@ -35,7 +35,7 @@ _ADDED = {"initial_lr", "param_names", "max_lr", "min_lr", "base_momentum", "max
 """Options that schedulers and named parameters of torch add to groups: this run may not have them yet."""
 
 
-class Loading:
+class CheckpointReader:
     """A running load. Methods are collectives unless they say otherwise. No code is executed, no pickle read.
 
     Attributes:
@@ -55,11 +55,11 @@ class Loading:
         self._what = f"loading {self.folder}"
         with on_all_ranks(wire, self._what) as report:
             self.manifest = self._open()
-            report.mine = "" if self.manifest is None else digest_of(self.manifest.to_bytes())
-        same_files(report.everyone, self._what)
+            report.local = "" if self.manifest is None else digest_of(self.manifest.to_bytes())
+        check_same_files(report.by_rank, self._what)
         self.verifies = verify
         self.written = ""
-        self._reader = Reader(self.folder, self.manifest if verify else None)
+        self._reader = RangeReader(self.folder, self.manifest if verify else None)
         if verify:
             with on_all_ranks(wire, self._what):  # the ranks share the files that are not read by range
                 files = {} if self.manifest is None else self.manifest.files
@@ -71,7 +71,7 @@ class Loading:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder. Give the folder of a checkpoint")
         if not (self.folder / MANIFEST).exists():
-            if is_ours(self.folder):
+            if is_hf_zero_checkpoint(self.folder):
                 raise CheckpointError(
                     f"{self.folder / MANIFEST} is missing, but the folder holds training state: the checkpoint is incomplete. "
                     "Load another one, or move its weights to a folder without training state"
@@ -79,7 +79,7 @@ class Loading:
             return None
         return check_sizes(self.folder)
 
-    def _find(self, stem: str) -> dict[str, Stored]:
+    def _find(self, stem: str) -> dict[str, StoredTensor]:
         return find_weights(self.folder, stem, self.manifest, verify=self.verifies).tensors
 
     def weights(
@@ -104,7 +104,7 @@ class Loading:
                 for stem, prefix in form.stems.items()
                 for key, place in self._find(f"{folder}/{stem}" if folder else stem).items()
             }
-            report.mine = sampled(stored) if self.manifest is None and self._wire.size > 1 else ""
+            report.local = sample_digest(stored) if self.manifest is None and self._wire.size > 1 else ""
             located = form.locate(stored)
             if strict and (located.missing or located.unexpected or located.mismatched):
                 wrong = [f"{key!r} is {found}, expected {shape}" for key, found, shape in located.mismatched[:5]]
@@ -113,13 +113,13 @@ class Loading:
                     f"{list(located.missing[:5])}, {len(located.unexpected)} unexpected {list(located.unexpected[:5])}, "
                     f"{len(located.mismatched)} of another shape {wrong}. Pass strict=False to load what fits"
                 )
-        same_files(report.everyone, self._what)
+        check_same_files(report.by_rank, self._what)
         return partial(self._load_weights, parameters, model, stored, located)
 
     @torch.inference_mode(False)  # what it allocates is trained later
     @torch.no_grad()
     def _load_weights(
-        self, parameters: Fillable, model: nn.Module, stored: Mapping[str, Stored], located: Located
+        self, parameters: Fillable, model: nn.Module, stored: Mapping[str, StoredTensor], located: WeightLocations
     ) -> None:
         self.written = "weights"
         with on_all_ranks(self._wire, self._what):
@@ -130,14 +130,14 @@ class Loading:
             self._reader.read(ranges_of(parameters.to_fill(), places))
             buffers, extras = persistent_buffers(model), extra_states(model)
             for conversion in located.conversions:
-                made = conversion.convert({key: self._reader.whole(stored[key]) for key in conversion.sources})
+                made = conversion.convert({key: self._reader.read_tensor(stored[key]) for key in conversion.sources})
                 for param, piece in parameters.to_fill():
                     if param in made:
-                        piece.source.copy_(made[param].reshape(-1)[piece.here])
+                        piece.source.copy_(made[param].reshape(-1)[piece.as_slice])
                 for name in buffers.keys() & made.keys():
                     buffers[name].copy_(made[name])
             for name, key in located.buffers.items():
-                value = self._reader.whole(stored[key])
+                value = self._reader.read_tensor(stored[key])
                 if name in extras:
                     extras[name].set_extra_state(value)
                 else:
@@ -157,7 +157,7 @@ class Loading:
                 f"{self.folder}/{stem}.safetensors holds {needed:,} bytes, and {free_bytes:,} are free here"
             )
         try:
-            return {key: self._reader.whole(place) for key, place in stored.items()}
+            return {key: self._reader.read_tensor(place) for key, place in stored.items()}
         finally:
             self._reader.close()
 
@@ -204,7 +204,7 @@ class Loading:
                     "Build the run with the saved one, or begin a new one with the weights alone: engine.load(folder, "
                     "load_optimizer=False), or from_pretrained(folder) in a Trainer"
                 )
-            made = made_by(optimizer.optimizer) or Made({}, set())
+            made = probe_step(optimizer.optimizer) or StepProbe({}, set())
             options = [_options(*pair, optimizer.optimizer, made.options) for pair in zip(groups, optimizer.groups)]
             # The states of a parameter that has any; unknown if they depend on options that change.
             changes = any(
@@ -214,7 +214,7 @@ class Loading:
             )
             needed = set() if changes else set(made.states)
             prefix = f"{folder}/"
-            states: dict[str, dict[str, Stored]] = {}
+            states: dict[str, dict[str, StoredTensor]] = {}
             for name in self.manifest.files:
                 if name.startswith(prefix) and name.endswith(".safetensors"):
                     state = _SHARD.sub("", name.removeprefix(prefix).removesuffix(".safetensors"))
@@ -263,7 +263,7 @@ def _options(
             continue
         if key not in group and key not in _ADDED:
             if key in added:
-                options[key] = _scalar(entry)
+                options[key] = _scalar_from_json(entry)
                 continue
             raise CheckpointError(
                 f"{entry.path}: {entry.key} is an option that this run's {kind} does not have; it has "
@@ -271,7 +271,7 @@ def _options(
                 "load_optimizer=False"
             )
         mine = group.get(key)
-        options[key] = value = _scalar(entry, mine)
+        options[key] = value = _scalar_from_json(entry, mine)
         if not isinstance(entry.value, dict):
             if is_of_torch(optimizer) or is_number(_number(mine)):
                 entry.like(_number(mine))
@@ -283,16 +283,16 @@ def _options(
     return options
 
 
-def _scalar(entry: Field, like: Any = None) -> Any:
-    """Check and invert `optimizers.scalars.scalar`. A list becomes a tuple if `like`, the run's own option, is one."""
+def _scalar_from_json(entry: Field, like: Any = None) -> Any:
+    """Check and invert `scalar_to_json`. A list becomes a tuple if `like`, the run's own option, is one."""
     found = entry.value
     if isinstance(found, list):
-        items = [_scalar(item) for item in entry.items()]
+        items = [_scalar_from_json(item) for item in entry.items()]
         return tuple(items) if isinstance(like, tuple) else items
     if not isinstance(found, dict):
         return found
     if set(found) == {"tuple"}:
-        return tuple(_scalar(item) for item in entry["tuple"].items())
+        return tuple(_scalar_from_json(item) for item in entry["tuple"].items())
     number = entry["tensor"].value
     shape = entry["shape"].shape() if "shape" in found else ()
     is_empty = number is None and len(shape) <= _MOST_DIMS and 0 in shape
@@ -316,7 +316,7 @@ def _saved(
     path: Path,
     spec: ParamSpec,
     entry: Field,
-    states: Mapping[str, Mapping[str, Stored]],
+    states: Mapping[str, Mapping[str, StoredTensor]],
     is_whole: bool,
     needed: set[str],
 ) -> ParameterState:
@@ -334,7 +334,7 @@ def _saved(
         CheckpointError: an impossible value, a file lacks a state, a shape differs, or a needed state is missing.
     """
     shape, names = entry["shape"].shape(), entry["states"].texts()
-    scalars = {state: _scalar(value) for state, value in entry["scalars"].entries()}
+    scalars = {state: _scalar_from_json(value) for state, value in entry["scalars"].entries()}
     step = _number(scalars.get("step", 0))
     if not (isinstance(step, (int, float)) and 0 <= step <= _MOST_STEPS and step == int(step)):
         raise entry["scalars"]["step"].refused(f"a number of steps, from 0 to {_MOST_STEPS}")

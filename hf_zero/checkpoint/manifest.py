@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from ..errors import CheckpointError
-from .files import MAX_JSON_BYTES, inside, naming, open_plain, parse_json, read_bounded
+from .files import MAX_JSON_BYTES, inside, named_os_errors, open_regular, parse_json, read_bounded
 from .safetensors import read_fully
 
 MANIFEST = "zero_manifest.json"
@@ -189,8 +189,8 @@ def _read(path: Path, parts: Iterable[tuple[Any, ...]]) -> Iterator[memoryview]:
         CheckpointError: the file cannot be read, or is too short.
     """
     buffer = memoryview(mmap.mmap(-1, SEGMENT_BYTES))
-    with naming(path, "read"):
-        fd = open_plain(path)
+    with named_os_errors(path, "read"):
+        fd = open_regular(path)
     try:
         for start, length, *_ in parts:
             read_fully(fd, buffer[:length], start, path)

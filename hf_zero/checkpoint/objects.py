@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.wire import Wire
 from ..errors import CheckpointError
-from .files import Field, is_of_torch, naming, read_json
-from .load import Loading
+from .files import Field, is_of_torch, named_os_errors, read_json
+from .load import CheckpointReader
 from .manifest import check_version
-from .save import STATE, Saving
+from .save import STATE, CheckpointWriter
 
 _COUNTS = ("last_epoch", "_step_count")
 _RATES = {"base_lrs", "_last_lr"}
@@ -46,7 +46,7 @@ class Stateful(Protocol):
         ...
 
 
-def put_objects(saving: Saving, wire: Wire, objects: Mapping[str, Stateful]) -> None:
+def save_objects(saving: CheckpointWriter, wire: Wire, objects: Mapping[str, Stateful]) -> None:
     """Write rank 0's states of `objects`, and the random states of all ranks. A collective."""
     tensors: dict[str, Tensor] = {}
     what = f"saving to {saving.target}"
@@ -54,24 +54,24 @@ def put_objects(saving: Saving, wire: Wire, objects: Mapping[str, Stateful]) -> 
         mine: dict[str, Tensor] = {}
         # On every rank: the `state_dict()` of what holds a sharded model is a collective.
         found = {name: item.state_dict() for name, item in objects.items()}
-        report.mine = pack(random_states(), mine, f"random.{wire.rank}"), mine
+        report.local = pack(random_states(), mine, f"random.{wire.rank}"), mine
     with on_all_ranks(wire, what):
         if wire.rank != 0:
             return
-        body: dict[str, Any] = {"version": 1, "random": [states for states, _ in report.everyone]}
-        for _, theirs in report.everyone:
+        body: dict[str, Any] = {"version": 1, "random": [states for states, _ in report.by_rank]}
+        for _, theirs in report.by_rank:
             tensors.update(theirs)
         body["objects"] = {name: pack(state, tensors, name) for name, state in found.items()}
         path = saving.folder / f"{STATE}.json"
-        with naming(path):
+        with named_os_errors(path):
             path.write_text(json.dumps(body, separators=(",", ":")))
         path = saving.folder / f"{STATE}.safetensors"
-        with naming(path), open(path, "wb") as file:
+        with named_os_errors(path), open(path, "wb") as file:
             file.write(serialized(tensors, {"format": "pt"}))
 
 
-def take_objects(
-    loading: Loading, wire: Wire, objects: Mapping[str, Stateful], free_host_bytes: Callable[[], int]
+def load_objects(
+    loading: CheckpointReader, wire: Wire, objects: Mapping[str, Stateful], free_host_bytes: Callable[[], int]
 ) -> None:
     """Load the states of `objects`. Random states are restored where the number of ranks is the saved one. A collective.
 

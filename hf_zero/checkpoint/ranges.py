@@ -1,8 +1,8 @@
 """Move byte ranges between the files of a folder and this rank's memory, with a digest per segment.
 
 A checkpoint sees a run as elements of named parameters, and the arrays that hold them. The engine
-implements these protocols, `Parameters` and `OptimizerState`. A `Writer` computes the digests of what
-it writes; a `Reader` compares what it reads with the manifest's.
+implements these protocols, `Parameters` and `OptimizerState`. A `RangeWriter` computes the digests of what
+it writes; a `RangeReader` compares what it reads with the manifest's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..tiers.array import OnDisk, Values, fetch
 from ..tiers.disk import bytes_of as memory_of
-from .files import naming, open_plain
+from .files import named_os_errors, open_regular
 from .manifest import SEGMENT_BYTES, Manifest, Segment, check_segment, digest_of
-from .safetensors import Stored, read_fully, start_writeback, write_fully
+from .safetensors import StoredTensor, read_fully, start_writeback, write_fully
 
 MASTER = "master"
 """The optimizer state that stores a master of higher precision than its parameter."""
@@ -127,7 +127,7 @@ _LARGE_BYTES = 256 << 10
 class Range:
     """Elements of a stored tensor, from its element `start`, and their memory: 1-D, of any dtype, on any tier."""
 
-    stored: Stored
+    stored: StoredTensor
     start: int
     values: Values
 
@@ -147,7 +147,7 @@ class Range:
         return self.values.numel() * self.dtype.itemsize
 
 
-def ranges_of(pieces: Iterable[NamedPiece], places: Mapping[str, Sequence[Extent[Stored]]]) -> Iterator[Range]:
+def ranges_of(pieces: Iterable[NamedPiece], places: Mapping[str, Sequence[Extent[StoredTensor]]]) -> Iterator[Range]:
     """Yield the byte ranges of a rank's pieces of parameters.
 
     Args:
@@ -156,9 +156,9 @@ def ranges_of(pieces: Iterable[NamedPiece], places: Mapping[str, Sequence[Extent
     """
     for name, piece in pieces:
         for extent in places.get(name, ()):
-            stored, mine = extent.cut(piece.start, piece.stop), piece.cut(extent.start, extent.stop)
+            stored, mine = extent.intersect(piece.start, piece.stop), piece.intersect(extent.start, extent.stop)
             if stored is not None and mine is not None:
-                yield Range(stored.source, stored.source_start, mine.source[mine.there])
+                yield Range(stored.source, stored.source_start, mine.source[mine.source_slice])
 
 
 class _Files:
@@ -175,7 +175,7 @@ class _Files:
 
     def _fd(self, path: Path) -> int:
         if path not in self._fds:
-            with naming(path, self._done):
+            with named_os_errors(path, self._done):
                 self._fds[path] = self._open_file(path)
         return self._fds[path]
 
@@ -184,11 +184,11 @@ class _Files:
         return torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device="cpu")
 
 
-class Reader(_Files):
+class RangeReader(_Files):
     """Reads files of a folder and checks them against its manifest, if there is one. Uses one or two buffers."""
 
     def __init__(self, folder: Path, manifest: Manifest | None) -> None:
-        super().__init__("read", open_plain)
+        super().__init__("read", open_regular)
         self._folder = folder
         self._manifest = manifest
         self._cached: tuple[Path, Segment] | None = None
@@ -215,7 +215,7 @@ class Reader(_Files):
         finally:
             self.close()
 
-    def whole(self, stored: Stored) -> Tensor:
+    def read_tensor(self, stored: StoredTensor) -> Tensor:
         """Read a complete tensor, in its stored dtype and shape, to CPU memory."""
         value = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device="cpu")
         self._fill_elements(Range(stored, 0, value.view(-1)))
@@ -279,7 +279,7 @@ class Reader(_Files):
         self.bytes_read += len(out)
 
 
-class Writer(_Files):
+class RangeWriter(_Files):
     """Writes into existing files of their final size, and computes digests."""
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class Writer(_Files):
         """Fsync all files. Returns the digests of what was written, by file."""
         try:
             for path, fd in self._fds.items():
-                with naming(path):
+                with named_os_errors(path):
                     os.fsync(fd)
         finally:
             self.close()

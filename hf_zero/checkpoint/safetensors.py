@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..core.layout import itemsize
 from ..errors import CheckpointError, RankMismatchError
-from .files import open_plain, parse_json
+from .files import open_regular, parse_json
 
 _ALIGN_BYTES = 8
 _SAMPLE_BYTES = 64
@@ -48,7 +48,7 @@ def _code(dtype: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of a file: torch dtype name, shape, absolute byte range."""
 
     file: Path
@@ -66,7 +66,7 @@ class Header:
         header_bytes: where the payload begins.
     """
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     metadata: dict[str, str] = field(default_factory=dict)
     header_bytes: int = 0
     file_bytes: int = 0
@@ -106,7 +106,7 @@ def build_header(
     return struct.pack("<Q", len(text)) + text, _header(Path(path), table, 8 + len(text), 8 + len(text) + offset)
 
 
-def sampled(tensors: Mapping[str, Stored]) -> str:
+def sample_digest(tensors: Mapping[str, StoredTensor]) -> str:
     """Return a digest of names, types, shapes and 64 bytes in the middle of each tensor, which identifies weights.
 
     Raises:
@@ -117,7 +117,7 @@ def sampled(tensors: Mapping[str, Stored]) -> str:
     try:
         for name, stored in tensors.items():
             if stored.file not in files:
-                files[stored.file] = open_plain(stored.file)
+                files[stored.file] = open_regular(stored.file)
             found.update(f"{name} {stored.dtype} {stored.shape}".encode())
             start = max(stored.start, (stored.start + stored.stop - _SAMPLE_BYTES) // 2)
             found.update(os.pread(files[stored.file], min(_SAMPLE_BYTES, stored.stop - start), start))
@@ -127,7 +127,7 @@ def sampled(tensors: Mapping[str, Stored]) -> str:
     return found.hexdigest()
 
 
-def same_files(digests: Sequence[str], what: str) -> None:
+def check_same_files(digests: Sequence[str], what: str) -> None:
     """Compare digests of the files that ranks have, in rank order.
 
     Raises:
@@ -150,7 +150,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     try:
-        with open(open_plain(path), "rb") as file:
+        with open(open_regular(path), "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             # Must succeed before the table is used: no overlaps, no gaps, ranges that fit shapes and end
             # with the file. By descriptor: the path could name another file by now.
@@ -176,7 +176,7 @@ def _header(path: Path, table: dict[str, Any], base: int, file_bytes: int) -> He
     """Build from a checked table, whose offsets count from byte `base`."""
     metadata = table.get("__metadata__") or {}
     tensors = {
-        key: Stored(path, _NAMES[entry["dtype"]], tuple(entry["shape"]), base + begin, base + end)
+        key: StoredTensor(path, _NAMES[entry["dtype"]], tuple(entry["shape"]), base + begin, base + end)
         for key, entry in table.items()
         if key != "__metadata__"
         for begin, end in [entry["data_offsets"]]

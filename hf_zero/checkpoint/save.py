@@ -1,11 +1,11 @@
 """Save a checkpoint: every rank writes its own byte ranges of the final files, without gathering.
 
-    with Saving(wire, folder) as saving:        # creates the staging folder, see `folder`
+    with CheckpointWriter(wire, folder) as saving:        # creates the staging folder, see `folder`
         saving.weights(parameters, plan_files)  # rank 0 creates the files, each rank collects its ranges
         saving.optimizer(state, max_shard_size=limit)
         saving.commit()                         # write, fsync, manifest, put in place
 
-All steps are collectives and fail on all ranks together. After `freeze()`, which copies the values,
+All steps are collectives and fail on all ranks together. After `snapshot()`, which copies the values,
 `commit` may run in another thread over a wire of its own.
 """
 
@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.wire import Wire
 from ..core.layout import Extent
 from ..core.precision import dtype_of
 from ..errors import CheckpointError, ZeroError
-from ..optimizers.scalars import scalar
+from ..optimizers.scalars import scalar_to_json
 from ..version import __version__
-from .files import naming
+from .files import named_os_errors
 from .folder import Staging
 from .manifest import MANIFEST, SEGMENT_BYTES, FileDigest, Manifest, Segment, check_name, digest_file
-from .ranges import OptimizerState, Parameters, ParameterState, Range, Writer, copy_to, ranges_of
-from .safetensors import Stored, build_header
+from .ranges import OptimizerState, Parameters, ParameterState, Range, RangeWriter, copy_to, ranges_of
+from .safetensors import StoredTensor, build_header
 from .weights import Conversion, Entry, Files, split_files
 
 OPTIMIZER_FOLDER = "optimizer"
@@ -45,7 +45,7 @@ _UNLISTED = {MANIFEST, "README.md"}  # users may edit a model card
 _SAFE_STATE = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
-def is_ours(folder: str | os.PathLike[str]) -> bool:
+def is_hf_zero_checkpoint(folder: str | os.PathLike[str]) -> bool:
     """Return whether hf_zero saved the folder, also if its manifest is missing."""
     names = (MANIFEST, f"{OPTIMIZER_FOLDER}/{OPTIMIZER_INDEX}", f"{STATE}.json")
     return any((Path(folder) / name).exists() for name in names)
@@ -56,7 +56,7 @@ def optimizer_folder(index: int) -> str:
     return f"{OPTIMIZER_FOLDER}_{index}" if index else OPTIMIZER_FOLDER
 
 
-class Saving:
+class CheckpointWriter:
     """A running save.
 
     Attributes:
@@ -71,7 +71,7 @@ class Saving:
         self._wire = wire
         self._facts = facts
         self._ranges: list[Range] = []
-        self._conversions: list[tuple[Parameters, Conversion, Mapping[str, Stored]]] = []  # the places: on rank 0
+        self._conversions: list[tuple[Parameters, Conversion, Mapping[str, StoredTensor]]] = []  # the places: on rank 0
         self._promised_bytes = 0
         self._staging = Staging(target)
         self.target = self._staging.target
@@ -79,8 +79,8 @@ class Saving:
             with on_all_ranks(wire, f"saving to {self.target}") as report:
                 if wire.rank == 0:
                     self._staging.open()
-                    report.mine = str(self._staging.path)
-            folder = report.everyone[0]
+                    report.local = str(self._staging.path)
+            folder = report.by_rank[0]
             # The name is random: a rank that finds it shares rank 0's file system.
             sees = wire.exchange(os.path.exists(folder))
         except BaseException:
@@ -88,9 +88,9 @@ class Saving:
             raise
         self.folder = Path(folder)
         # Ranks on nodes that do not see rank 0's folder: they send it their bytes.
-        self._blind = [rank for rank, seen in enumerate(sees) if not seen]
+        self._remote_ranks = [rank for rank, seen in enumerate(sees) if not seen]
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(
@@ -116,11 +116,11 @@ class Saving:
         with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
             if self._wire.rank == 0:
                 # Without a graph: in a graph, reading a released weight would gather it on this rank alone.
-                with naming(self.folder), torch.no_grad():
+                with named_os_errors(self.folder), torch.no_grad():
                     (self.folder / folder).mkdir(exist_ok=True)
                     files = plan_files()
                 placed = [item for name in files for item in self._create(self.folder / folder / name, files[name])]
-                computed: dict[Conversion, dict[str, Stored]] = {}
+                computed: dict[Conversion, dict[str, StoredTensor]] = {}
                 for entry, stored in placed:
                     if isinstance(entry.value, Conversion):
                         computed.setdefault(entry.value, {})[entry.key] = stored
@@ -132,8 +132,8 @@ class Saving:
                             )
                         self._ranges.append(Range(stored, 0, entry.value.detach().contiguous().view(-1)))
                 self._conversions += [(parameters, each, computed[each]) for each in computed]
-                report.mine = places_of(placed), [each.sources for each in computed]
-        places, sources = report.everyone[0]
+                report.local = places_of(placed), [each.sources for each in computed]
+        places, sources = report.by_rank[0]
         if self._wire.rank != 0:  # rank 0 converts
             self._conversions += [(parameters, Conversion(names, dict), {}) for names in sources]
         self._ranges += ranges_of(parameters.written(self._wire.rank, self._wire.size), places)
@@ -144,12 +144,12 @@ class Saving:
         """Add the optimizer's state: files per state, with the parameters' names and shapes; scalars as JSON."""
         with on_all_ranks(self._wire, f"saving optimizer state to {self.target}") as report:
             pieces = optimizer.written(self._wire.rank, self._wire.size)
-            out: dict[str, dict[str, list[Extent[Stored]]]] = {}
+            out: dict[str, dict[str, list[Extent[StoredTensor]]]] = {}
             if self._wire.rank == 0:
                 described = optimizer.described()
                 index = _index(optimizer, described)
                 path = self.folder / folder / OPTIMIZER_INDEX
-                with naming(path):
+                with named_os_errors(path):
                     path.parent.mkdir()
                     path.write_text(json.dumps(index, separators=(",", ":")))
                 for state in pieces:
@@ -157,8 +157,8 @@ class Saving:
                     out[state] = places_of(
                         item for name in files for item in self._create(self.folder / name, files[name])
                     )
-            report.mine = out, sorted(pieces)
-        answers = report.everyone
+            report.local = out, sorted(pieces)
+        answers = report.by_rank
         for rank, (_, states) in enumerate(answers):
             if states != answers[0][1]:
                 raise CheckpointError(
@@ -168,7 +168,7 @@ class Saving:
         for state, places in answers[0][0].items():
             self._ranges += ranges_of(pieces[state], places)
 
-    def _create(self, path: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Stored]]:
+    def _create(self, path: Path, entries: Sequence[Entry]) -> list[tuple[Entry, StoredTensor]]:
         """Create a file of its final size on rank 0, which writes the header, too. Returns where its tensors lie."""
         head, header = build_header([(e.key, e.dtype, e.shape) for e in entries], {"format": "pt"}, path)
         self._promised_bytes += header.file_bytes  # the files are sparse: the system still counts their bytes as free
@@ -178,37 +178,37 @@ class Saving:
                 f"{self.target}: the files up to {path.relative_to(self.folder)} need {self._promised_bytes} bytes, the disk "
                 f"has {stat.f_bavail * stat.f_frsize} left. Free some space, or save to another disk"
             )
-        with naming(path), open(path, "wb") as out:
+        with named_os_errors(path), open(path, "wb") as out:
             # Must have its final size before ranks write at offsets: none may truncate what another wrote.
             out.truncate(header.file_bytes)
-        place = Stored(path, "uint8", (len(head),), 0, len(head))
+        place = StoredTensor(path, "uint8", (len(head),), 0, len(head))
         self._ranges.append(Range(place, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8)))
         return [(entry, header.tensors[entry.key]) for entry in entries]
 
-    def freeze(self, side: Wire, slab: Tensor | None = None) -> Tensor:
-        """Copy all values to host memory. `commit` then uses `side` and may run in another thread.
+    def snapshot(self, background_wire: Wire, buffer: Tensor | None = None) -> Tensor:
+        """Copy all values to host memory. `commit` then uses `background_wire` and may run in another thread.
 
         Takes as much memory as this rank writes; rank 0 also holds all converted tensors until they are written.
 
         Args:
-            side: a wire for `commit`.
-            slab: the memory that an earlier call returned, reused if it is large enough. Page faults take most of the time
+            background_wire: a wire for `commit`.
+            buffer: the memory that an earlier call returned, reused if it is large enough. Page faults take most of the time
                 of a copy into new memory.
 
         Returns:
             The memory that holds the copies.
         """
-        if self._blind:
+        if self._remote_ranks:
             self.discard()
             raise CheckpointError(
-                f"async_save needs a folder that all ranks see; ranks {self._blind} do not see {self.target}. Use a shared "
-                "file system, or save synchronously"
+                f"async_save needs a folder that all ranks see; ranks {self._remote_ranks} do not see {self.target}. Use a "
+                "shared file system, or save synchronously"
             )
         with on_all_ranks(self._wire, f"copying what is to be saved to {self.target}"):
             total = sum(_padded(item.length) for item in self._ranges)
             memory = (
-                slab
-                if slab is not None and slab.numel() >= total
+                buffer
+                if buffer is not None and buffer.numel() >= total
                 else torch.empty(total, dtype=torch.uint8, device="cpu")
             )
             at = 0
@@ -218,37 +218,37 @@ class Saving:
         for conversion in self._conversions:
             self._ranges += self._convert(*conversion)
         self._conversions.clear()
-        self._wire = side
+        self._wire = background_wire
         return memory
 
     def commit(self) -> None:
         """Write all bytes, make them durable, and put the checkpoint in place."""
         what = f"saving to {self.target}"
-        writer = Writer()
+        writer = RangeWriter()
         try:
             with on_all_ranks(self._wire, what):
-                if not self.is_blind:
+                if not self.is_remote:
                     writer.write(self._ranges)
             for conversion in self._conversions:
                 made = self._convert(*conversion)
                 with on_all_ranks(self._wire, what):
                     writer.write(made)
-            for rank in self._blind:
+            for rank in self._remote_ranks:
                 self._receive(rank, writer)
             # Must end before rank 0 publishes: every rank has fsynced its bytes then.
             with on_all_ranks(self._wire, what) as report:
-                report.mine = writer.finish()
+                report.local = writer.finish()
             with on_all_ranks(self._wire, what):
                 if self._wire.rank == 0:
-                    self._publish(report.everyone)
+                    self._publish(report.by_rank)
         finally:
             writer.close()
             self.discard()
 
     @property
-    def is_blind(self) -> bool:
+    def is_remote(self) -> bool:
         """Return whether this rank does not see rank 0's `folder`; what it wrote there is on its own disk."""
-        return self._wire.rank in self._blind
+        return self._wire.rank in self._remote_ranks
 
     def _publish(self, written: Sequence[dict[Path, list[Segment]]]) -> None:
         segments: dict[Path, list[Segment]] = {}
@@ -267,7 +267,9 @@ class Saving:
                 )
         self._staging.publish(Manifest(files, {"hf_zero": __version__, "world_size": self._wire.size, **self._facts}))
 
-    def _convert(self, parameters: Parameters, conversion: Conversion, places: Mapping[str, Stored]) -> list[Range]:
+    def _convert(
+        self, parameters: Parameters, conversion: Conversion, places: Mapping[str, StoredTensor]
+    ) -> list[Range]:
         """Send complete sources to rank 0, which computes the tensors of `places`. A collective."""
         sources: dict[str, Tensor] = {}
         failure: ZeroError | None = None
@@ -283,7 +285,7 @@ class Saving:
                     except ZeroError as error:  # rank 0 waits for the bytes in any case
                         failure = failure or error
                         mine = torch.zeros(part.numel, dtype=dtype, device="cpu")
-                self._wire.send_to_rank_0(mine, value[part.here], rank)
+                self._wire.send_to_rank_0(mine, value[part.as_slice], rank)
             if self._wire.rank == 0:
                 sources[name] = value.view(spec.shape).to(dtype_of(spec.dtype))
         out: list[Range] = []
@@ -297,7 +299,7 @@ class Saving:
                 out.append(Range(stored, 0, made[key].detach().contiguous().view(-1).cpu()))
         return out
 
-    def _receive(self, rank: int, writer: Writer) -> None:
+    def _receive(self, rank: int, writer: RangeWriter) -> None:
         """Receive the bytes of `rank`, on another node, in bounded pieces; rank 0 writes them. A collective.
 
         After a failure both sides continue to send and receive, because the other one waits for it.
@@ -322,7 +324,7 @@ class Saving:
                 try:
                     if self._wire.rank == 0 and failure is None:
                         at = offset + start
-                        writer.write([Range(Stored(file, "uint8", (count,), at, at + count), 0, data)])
+                        writer.write([Range(StoredTensor(file, "uint8", (count,), at, at + count), 0, data)])
                 except ZeroError as error:
                     failure = error
         with on_all_ranks(self._wire, f"writing what rank {rank} sent to {self.target}"):
@@ -330,9 +332,9 @@ class Saving:
                 raise failure
 
 
-def places_of(placed: Iterable[tuple[Entry, Stored]]) -> dict[str, list[Extent[Stored]]]:
+def places_of(placed: Iterable[tuple[Entry, StoredTensor]]) -> dict[str, list[Extent[StoredTensor]]]:
     """Return parameter -> where files hold its elements. `here` is in the parameter."""
-    out: dict[str, list[Extent[Stored]]] = {}
+    out: dict[str, list[Extent[StoredTensor]]] = {}
     for entry, stored in placed:
         for run in entry.runs:
             out.setdefault(run.source, []).append(Extent(stored, run.start, run.source_start, run.numel))
@@ -352,14 +354,16 @@ def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -
     return {
         "version": 1,
         "optimizer": type(optimizer.optimizer).__name__,
-        "groups": [{key: scalar(key, value) for key, value in group.items()} for group in optimizer.groups],
+        "groups": [{key: scalar_to_json(key, value) for key, value in group.items()} for group in optimizer.groups],
         "parameters": {
             name: {
                 "shape": state.shape,
                 "states": list(state.arrays),
                 "scalars": {
                     # Options are read by the example of the run's own; states have no example of a tuple.
-                    key: {"tuple": scalar(key, value)} if isinstance(value, tuple) else scalar(key, value)
+                    key: {"tuple": scalar_to_json(key, value)}
+                    if isinstance(value, tuple)
+                    else scalar_to_json(key, value)
                     for key, value in state.scalars.items()
                 },
             }

@@ -14,14 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import Wire
 from ..errors import CheckpointError
 from .folder import is_being_saved
 from .manifest import MANIFEST, Manifest, check_segments, check_sizes, share
-from .save import is_ours
+from .save import is_hf_zero_checkpoint
 
 PREFIX = "checkpoint-"
 """The Trainer's: `checkpoint-40`."""
@@ -55,7 +55,7 @@ class CheckpointSeries:
         """Return the number after the highest existing one."""
         return max((int(path.name.removeprefix(self.prefix)) + 1 for path in self.folders()), default=0)
 
-    def newest_whole(self, wire: Wire) -> Path | None:
+    def newest_complete(self, wire: Wire) -> Path | None:
         """Return the newest complete checkpoint that rank 0 sees; None if there are no checkpoints. A collective.
 
         The ranks check every byte together. A warning names the checkpoints that were skipped, and why.
@@ -64,12 +64,12 @@ class CheckpointSeries:
             CheckpointError: on every rank: there are checkpoints, and none is complete.
         """
         with on_all_ranks(wire, "looking for checkpoints") as report:
-            report.mine = self.folders()
+            report.local = self.folders()
         # Rank 0's list on every rank: a rank with a newer listing would check another folder.
-        names: list[Path] = report.everyone[0]
+        names: list[Path] = report.by_rank[0]
         skipped: list[str] = []
         for folder in reversed(names):
-            reason = self.why_broken(wire, folder)
+            reason = self.find_damage(wire, folder)
             if reason is None:
                 if skipped and wire.rank == 0:
                     warnings.warn(f"resuming from {folder}. Passed over: " + "; ".join(skipped), stacklevel=3)
@@ -82,7 +82,7 @@ class CheckpointSeries:
             "from a copy, or remove them to start from the beginning"
         )
 
-    def why_broken(self, wire: Wire, folder: Path) -> str | None:
+    def find_damage(self, wire: Wire, folder: Path) -> str | None:
         """Check every byte of a checkpoint, shared by the ranks. Returns what is wrong, or None. A collective."""
         with on_all_ranks(wire, f"checking {folder}") as report:
             try:
@@ -91,8 +91,8 @@ class CheckpointSeries:
                     for name, segments in share(manifest, wire.rank, wire.size).items():
                         check_segments(folder / name, segments)
             except CheckpointError as error:
-                report.mine = str(error)
-        return next((reason for reason in report.everyone if reason is not None), None)
+                report.local = str(error)
+        return next((reason for reason in report.by_rank if reason is not None), None)
 
     def rotate(self, folders: Sequence[Path], limit: int | None, keep: Collection[Path]) -> None:
         """Remove checkpoints until `limit` are left: incomplete ones first, then the oldest. Runs on one rank.
@@ -124,7 +124,7 @@ class CheckpointSeries:
         Raises:
             CheckpointError: a file is missing or has another size.
         """
-        if is_ours(folder):
+        if is_hf_zero_checkpoint(folder):
             return check_sizes(folder)
         if self.last_written is None or not (folder / self.last_written).is_file():
             names = MANIFEST if self.last_written is None else f"{MANIFEST} and {self.last_written}"
@@ -150,7 +150,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], prefix: str = PREFIX) -> P
         >>> if start is not None:
         ...     engine.load(start, objects={"progress": progress})
     """
-    return CheckpointSeries(Path(folder), prefix).newest_whole(open_wire(home_device()))
+    return CheckpointSeries(Path(folder), prefix).newest_complete(open_wire(home_device()))
 
 
 def prune_checkpoints(folder: str | os.PathLike[str], keep: int, prefix: str = PREFIX) -> None:

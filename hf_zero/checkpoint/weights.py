@@ -17,17 +17,17 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..config import parse_bytes
-from ..core.late import Late
 from ..core.layout import Extent, itemsize
+from ..core.lazy_import import LazyFunction
 from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from .files import inside, read_json
 from .manifest import Manifest, check_name, check_segments
-from .safetensors import Header, Stored, read_header
+from .safetensors import Header, StoredTensor, read_header
 
 EXTRA_STATE = "_extra_state"
 """The last part of the key of a module's own state."""
-_HUB_FORMAT = Late("transformers.modeling_utils", "huggingface.weights", "hub_format")
+_HUB_FORMAT = LazyFunction("transformers.modeling_utils", "huggingface.weights", "hub_format")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ Files = Mapping[str, Sequence[Entry]]
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class WeightLocations:
     """The places where a load finds the parameters of a model; the same on every rank.
 
     Attributes:
@@ -101,7 +101,7 @@ class WeightFormat(Protocol):
         """Return the stems of the files that a load reads -> the prefix of their keys, which keeps them apart."""
         ...
 
-    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+    def write_metadata(self, state: dict[str, Tensor], folder: Path) -> None:
         """Write all files but the weights (config, model card). Runs on rank 0, without communication.
 
         Args:
@@ -121,7 +121,7 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def locate(self, stored: Mapping[str, Stored]) -> Located:
+    def locate(self, stored: Mapping[str, StoredTensor]) -> WeightLocations:
         """Return where the tensors of a folder belong; the same on every rank, without communication."""
         ...
 
@@ -140,7 +140,7 @@ class StateDictFormat:
         self.stems = {"model": ""}
         self._model = model
 
-    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+    def write_metadata(self, state: dict[str, Tensor], folder: Path) -> None:
         """Write nothing; see `WeightFormat`."""
 
     def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
@@ -164,15 +164,15 @@ class StateDictFormat:
                 entries.append(Entry(key, dtype, shape, (Extent(first, 0, 0, value.numel()),)))
         return write_index(self._model, entries, max_shard_size, folder)
 
-    def locate(self, stored: Mapping[str, Stored]) -> Located:
+    def locate(self, stored: Mapping[str, StoredTensor]) -> WeightLocations:
         """Return where stored tensors belong; see `WeightFormat`."""
         names = (*names_of(self._model), *persistent_buffers(self._model), *extra_states(self._model))
         return locate_by_name(self._model, dict(zip(names, names)), stored)
 
 
 def locate_by_name(
-    model: nn.Module, known: Mapping[str, str], stored: Mapping[str, Stored], optional: Collection[str] = ()
-) -> Located:
+    model: nn.Module, known: Mapping[str, str], stored: Mapping[str, StoredTensor], optional: Collection[str] = ()
+) -> WeightLocations:
     """Locate tensors that are stored exactly as parameters and buffers.
 
     Args:
@@ -206,7 +206,9 @@ def locate_by_name(
     wanted = dict.fromkeys(first_of[name] for key, name in known.items() if key not in optional)
     there = {first_of[name] for key, name in known.items() if key in stored}
     missing = tuple(name for name in wanted if name not in there)
-    return Located(pieces, found_buffers, missing=missing, unexpected=tuple(unexpected), mismatched=tuple(mismatched))
+    return WeightLocations(
+        pieces, found_buffers, missing=missing, unexpected=tuple(unexpected), mismatched=tuple(mismatched)
+    )
 
 
 def names_of(model: nn.Module) -> dict[str, str]:
@@ -303,7 +305,7 @@ class WeightSet:
         return [*self.files, *([self.index] if self.index else [])]
 
     @property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, StoredTensor]:
         """Return the tensors by key."""
         found = {key: stored for header in self.files.values() for key, stored in header.tensors.items()}
         return found if self.where is None else {key: self.files[name].tensors[key] for key, name in self.where.items()}

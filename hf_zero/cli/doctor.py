@@ -22,7 +22,7 @@ from rich.text import Text
 from ..config import ranks_text, size_text
 from ..errors import ConfigError
 from ..plan import machine
-from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name, kept
+from ..plan.machine import Machine, busy_share, free_device_bytes, free_disk_bytes, free_host_bytes, host_name
 from ..tiers.disk import MEMORY_FILE_SYSTEMS, file_system
 from ..version import __version__
 from . import OK, WRONG
@@ -142,7 +142,7 @@ def _disk(offload_dir: str | None) -> Check:
 
 def _speeds() -> Check:
     """Check for the speeds that `plan` needs to predict times; those of collectives need several ranks."""
-    path, what = kept(), "measured speeds"
+    path, what = machine.measurements_path(), "measured speeds"
     command = f"torchrun --nproc-per-node {torch.cuda.device_count() or 2} -m hf_zero probe"
     if not path.exists():
         return Check(what, "none", f"for step times in hf-zero plan: {command}")
@@ -171,11 +171,11 @@ def probe(offload_dir: str | None, output: str | None, as_json: bool) -> None:
     try:
         wire = open_wire(accelerator.device)
         wire.start(STALL_S)  # messages as an engine's
-        found = machine.probe(accelerator.device, wire, ranks=wire.ranks_here(), offload_dir=offload_dir)
+        found = machine.probe(accelerator.device, wire, ranks=wire.local_world_size(), offload_dir=offload_dir)
         if wire.rank == 0:
-            path = kept() if output is None else Path(output)
+            path = machine.measurements_path() if output is None else Path(output)
             replaced = ", replaces the previous one" if output is None and path.exists() else ""
-            found.keep(path)
+            found.save(path)
             if busy > BUSY_SHARE:
                 print(
                     f"hf-zero: other programs used {busy:.0%} of the processors: the speeds are too low. "

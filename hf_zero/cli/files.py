@@ -13,7 +13,7 @@ from ..errors import CheckpointError, ConfigError
 
 MAX_YAML_BYTES = 256 << 10
 """YAML is read at some 100 kB a second."""
-_MOST_DEEP = 50
+_MAX_DEEP = 50
 
 
 def writable(path: str | None) -> None:
@@ -61,7 +61,7 @@ def _yaml(raw: bytes) -> Any:
         if isinstance(event, yaml.AliasEvent):
             raise ValueError("it has aliases (*name): replace them by their values")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MOST_DEEP:  # the scanner's time grows with the square
+        if depth > _MAX_DEEP:  # the scanner's time grows with the square
             raise ValueError("nested too deeply")
     return yaml.safe_load(text)
 

@@ -19,8 +19,8 @@ from ..errors import ConfigError, ZeroError
 from ..version import __version__
 from . import OK, USAGE, WRONG
 
-MOST_RANKS = 1 << 16
-MOST_ROWS = 10**6
+MAX_RANKS = 1 << 16
+MAX_ROWS = 10**6
 app = typer.Typer(
     help="Plan memory, check and export checkpoints, report runs. Exit status: 0 all is well; "
     "1 something is wrong or failed; 2 invalid arguments.",
@@ -72,20 +72,20 @@ Json = Annotated[bool, _switch("json", "Print JSON.")]
 
 # Of `plan` and `simulate`.
 Model = Annotated[str, typer.Argument(help="Size, built-in name, folder, config.json or Hub id.", metavar="MODEL")]
-Ranks = Annotated[int, _count("Number of ranks.", MOST_RANKS)]
+Ranks = Annotated[int, _count("Number of ranks.", MAX_RANKS)]
 Precision = Annotated[Literal["no", "bf16", "fp16"], _flag("Compute precision.")]
-Batch = Annotated[int, _count("Sequences of a rank (or group of --zero-sp-size) per forward.", MOST_ROWS, "ROWS")]
+Batch = Annotated[int, _count("Sequences of a rank (or group of --zero-sp-size) per forward.", MAX_ROWS, "ROWS")]
 Tokens = Annotated[int, _count("Tokens of each sequence.", 10**8, "TOKENS")]
-Accumulation = Annotated[int, _count("Micro-batches per step.", MOST_ROWS, "N")]
+Accumulation = Annotated[int, _count("Micro-batches per step.", MAX_ROWS, "N")]
 Checkpointing = Annotated[bool, _switch("gradient-checkpointing", "Keep only the blocks' inputs for backward.")]
 Machine = Annotated[str | None, _flag("Sizes and speeds of one rank, as `hf-zero probe` writes them.", "FILE")]
 Keep = Annotated[str | None, _size("Device memory for units that stay gathered.")]
 Offload = Literal["none", "cpu", "disk", "auto"]
 Activations = Annotated[Literal["none", "cpu", "disk"], _setting("offload_activations")]
-Sharing = Annotated[int, _count(_help_of("sp_size"), MOST_RANKS, "S")]
+Sharing = Annotated[int, _count(_help_of("sp_size"), MAX_RANKS, "S")]
 Chunked = Annotated[Literal["false", "true", "auto"], _setting("chunked_loss")]
 Units = Annotated[str, _setting("units", "NAMES")]
-Replicas = Annotated[int, _count(_help_of("replicas"), MOST_RANKS, "R")]
+Replicas = Annotated[int, _count(_help_of("replicas"), MAX_RANKS, "R")]
 Wire = Annotated[Literal["none", "int8", "fp8"], _setting("wire")]
 
 
@@ -159,10 +159,10 @@ def plan(
     from .models import look_up
 
     found = look_up(model)  # before torch is imported: wrong names are refused at once
-    from .plan import Asked, machine_of, run
+    from .plan import PlanRequest, machine_of, run
 
     speeds, source = machine_of(config, world_size, machine, disk_space)
-    return run(Asked.of(given, config, found, speeds, source=source), zero_stage is None, json)
+    return run(PlanRequest.of(given, config, found, speeds, source=source), zero_stage is None, json)
 
 
 def probe(
@@ -195,7 +195,7 @@ def probe(
 def simulate(
     model: Model,
     world_size: Ranks = 8,
-    nodes: Annotated[int, _count("Number of machines, with equal numbers of ranks.", MOST_RANKS)] = 1,
+    nodes: Annotated[int, _count("Number of machines, with equal numbers of ranks.", MAX_RANKS)] = 1,
     zero_stage: Annotated[int, _setting("stage", "[0|1|2|3]")] = 2,
     mixed_precision: Precision = "bf16",
     accumulation: Accumulation = 1,
@@ -235,11 +235,11 @@ def simulate(
     from .models import look_up
 
     found = look_up(model)
-    from .plan import Asked
+    from .plan import PlanRequest
     from .simulate import hardware, run
 
     speeds, links = hardware(given)
-    run(Asked.of(given, config, found, speeds, network=links), links, json)
+    run(PlanRequest.of(given, config, found, speeds, network=links), links, json)
 
 
 def verify(

@@ -20,7 +20,7 @@ from ..config import STAGES, ZeroConfig
 from ..errors import ConfigError
 from . import OK, WRONG
 from .files import read_settings
-from .show import as_command, as_flags, as_plugin, as_training_arguments, pasted, print_json, table, text
+from .show import as_command, as_flags, as_plugin, as_training_arguments, print_json, print_to_copy, table, text
 
 Verdict = Literal["same", "trainer", "not needed", "to do", "lost", "stays"]
 """same: a setting of hf_zero. trainer: an argument of the Trainer or Accelerator. not needed: the
@@ -37,13 +37,13 @@ class Row:
 
     Attributes:
         key: dotted; `*` matches anything.
-        into: the setting or Trainer argument that takes the value.
-        values: value there (lower case) to value here; None: unchanged; empty: `into` is only named.
+        target: the setting or Trainer argument that takes the value.
+        values: value there (lower case) to value here; None: unchanged; empty: `target` is only named.
     """
 
     key: str
     verdict: Verdict
-    into: str = ""
+    target: str = ""
     values: Mapping[str, Any] | None = None
     why: str = ""
 
@@ -230,7 +230,7 @@ _DEEPSPEED_KEYS = (
 _ACCELERATE_KEYS = {"distributed_type", "compute_environment", "deepspeed_config", "num_processes"}
 _NOTHING: tuple[Any, ...] = (None, "", "none", False, 0, 1, -1, [], {})
 """Values with which a setting asks for nothing, so that nothing is lost."""
-_ALIKE = 0.9
+_SIMILARITY = 0.9
 _NOTHING_ASKED: tuple[str, str, str] = ("not needed", "", "its value is off, or the default")
 _HYBRID_NUMBERS = {("sharding_strategy", "4"), ("sharding_strategy", "5")}
 
@@ -341,14 +341,14 @@ def _apply(made: Migration, values: Mapping[str, Any], rows: tuple[Row, ...], pr
         row = next(iter(matches), None)
         if row is not None and "*" in row.key:  # a misspelt setting must not pass as one of many ignored keys
             exact = [each.key for each in rows if each.verdict in ("same", "trainer") and "*" not in each.key]
-            if difflib.get_close_matches(key, exact, 1, _ALIKE):
+            if difflib.get_close_matches(key, exact, 1, _SIMILARITY):
                 row = None
         if row is None and value == {} and any(row.key.startswith(f"{key}.") for row in rows):
             found = _NOTHING_ASKED
         elif row is None:
             found = (UNKNOWN, "", _suggestion(key, [row.key for row in rows if "*" not in row.key]))
         else:
-            found = _become(made, value, row)
+            found = _translate(made, value, row)
         made.findings.append(Finding(prefix + key, value, *found))
 
 
@@ -366,7 +366,7 @@ def _flat(values: Mapping[str, Any], rows: tuple[Row, ...], above: str = "") -> 
             yield key, value
 
 
-def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
+def _translate(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
     """Record what a key sets in `made`; return its verdict, what it becomes, and why."""
     if value == "auto":
         return "not needed", "", "auto: it comes from the Trainer's arguments or the model"
@@ -383,18 +383,18 @@ def _become(made: Migration, value: Any, row: Row) -> tuple[str, str, str]:
     if row.verdict not in ("same", "trainer"):
         return row.verdict, "", row.why
     if row.values == {}:
-        return row.verdict, row.into, row.why
+        return row.verdict, row.target, row.why
     here = value if row.values is None else row.values.get(str(value).lower(), KeyError)
     if here is KeyError:
         return "lost", "", row.why or f"expected one of {', '.join(row.values or ())}"
     if here is None:
         return _NOTHING_ASKED
-    target = made.settings if row.verdict == "same" else made.trainer
-    names = row.into.split(", ")
+    chosen = made.settings if row.verdict == "same" else made.trainer
+    names = row.target.split(", ")
     parts = dict(zip(names, here if len(names) > 1 and isinstance(here, list) else [here]))
     for name, part in parts.items():
-        if target.setdefault(name, part) != part:
-            return "lost", "", f"{name} is {target[name]!r} already: here it is one setting"
+        if chosen.setdefault(name, part) != part:
+            return "lost", "", f"{name} is {chosen[name]!r} already: here it is one setting"
     becomes = ", ".join(f"{name}={part}" for name, part in parts.items())
     if str(value).lower().startswith("hybrid") or (row.key, str(value)) in _HYBRID_NUMBERS:
         verdict, replicas, why = _replicas(made, made.machines, "number of machines")
@@ -444,10 +444,10 @@ def _show(made: Migration, file: str) -> None:
     """Print the command, the same as code, and one table of all settings: those that need attention first."""
     console = Console()
     text(console, "Run your script (with zero.ZeroTrainingArguments) as:", "bold")
-    pasted(console, as_command(made.ranks, made.settings, made.trainer, made.machines))
+    print_to_copy(console, as_command(made.ranks, made.settings, made.trainer, made.machines))
     text(console, "Or in Python (for an Accelerator, the last argument alone):", "bold")
     for line in as_training_arguments(made.settings, made.trainer):
-        pasted(console, line)
+        print_to_copy(console, line)
     text(console, "Remove the DeepSpeed or FSDP settings from the script and from accelerate's configuration.")
     if count := sum(found.verdict in ATTENTION for found in made.findings):
         text(

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ..core.layout import Layout
     from ..core.precision import Precision
 
-_MOST_PARAMETERS = 10**14
-_LEAST_PARAMETERS = 10**6
+_MAX_PARAMETERS = 10**14
+_MIN_PARAMETERS = 10**6
 ADAPTER = "adapter_config.json"
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 _FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".yaml", ".yml")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _NO_SIZE = re.compile(r"[+]?[\d.][^/]*|[+]?(nan|inf|infinity)|[kmbt]", re.IGNORECASE)
@@ -37,7 +37,7 @@ _NO_SIZE = re.compile(r"[+]?[\d.][^/]*|[+]?(nan|inf|infinity)|[kmbt]", re.IGNORE
 _HUB_S = 1.5
 """Seconds that the Hub has to answer."""
 
-What = Config | Path
+ModelSource = Config | Path
 """A configuration, or the folder or file that has one."""
 
 
@@ -60,7 +60,7 @@ class Model:
 # Names --------------------------------------------------------------------------------------------
 
 
-def look_up(given: str) -> tuple[What, str]:
+def look_up(given: str) -> tuple[ModelSource, str]:
     """Return what an existing path, a size, a built-in name, or last a name on the Hub means, and what it assumes.
 
     Raises:
@@ -82,18 +82,18 @@ def look_up(given: str) -> tuple[What, str]:
 def count_of(text: str) -> int | None:
     """Return the number of `7B`, `1.3b`, `350M` or `7_000_000`; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper().replace(",", "").replace("_", ""))
-    if match is None or len(match[1]) > _MOST_DIGITS:
+    if match is None or len(match[1]) > _MAX_DIGITS:
         return None
     return round(float(match[1]) * _COUNT[match[2]]) or None
 
 
 def _sized(text: str, count: int) -> tuple[Config, str]:
-    if count > _MOST_PARAMETERS:
-        raise ConfigError(f"{text.strip()} is more than {_MOST_PARAMETERS:,} parameters, the most that are planned")
+    if count > _MAX_PARAMETERS:
+        raise ConfigError(f"{text.strip()} is more than {_MAX_PARAMETERS:,} parameters, the most that are planned")
     if count < 1000 and not text.strip().upper().endswith(("K", "M", "B", "T")):
         raise ConfigError(f"{text.strip()} is a model of {count} parameters. Did you mean {text.strip()}B?")
-    if count < _LEAST_PARAMETERS:
-        raise ConfigError(f"{text.strip()} is too few parameters for a transformer: at least {_LEAST_PARAMETERS:,}")
+    if count < _MIN_PARAMETERS:
+        raise ConfigError(f"{text.strip()} is too few parameters for a transformer: at least {_MIN_PARAMETERS:,}")
     name, config = of_size(count)
     sizes = Architecture.of(SimpleNamespace(**config.settings))
     blocks = "" if sizes is None else f"{sizes.layers} blocks of width {sizes.hidden:,}, "
@@ -134,7 +134,7 @@ def _on_hub(name: str) -> Path:
 
 
 def build(
-    name: str, what: What, source: str = "", lora: int = 0, dtype: str = "float32", in_4bit: bool = False
+    name: str, what: ModelSource, source: str = "", lora: int = 0, dtype: str = "float32", in_4bit: bool = False
 ) -> Model:
     """Return the model with its layouts.
 
@@ -147,7 +147,7 @@ def build(
     Raises:
         ConfigError: no model can be made of its configuration.
     """
-    from ..plan.outline import add_adapters
+    from ..plan.activations import add_adapters
 
     adapter = what if isinstance(what, Path) and (what / ADAPTER).is_file() else None
     if adapter is not None and lora:
@@ -165,7 +165,7 @@ def build(
     return Model(name, parameters, _layouts(model), architecture, "; ".join(filter(None, notes)))
 
 
-def model_of(name: str, what: What) -> Any:
+def model_of(name: str, what: ModelSource) -> Any:
     """Return the model of a configuration on the meta device.
 
     Raises:
@@ -209,7 +209,7 @@ def _adapter(name: str, folder: Path) -> Any:
 
 
 _COUNTED = re.compile(r"layer|block|expert|depth|head")
-_MOST_COUNTED = 10_000
+_MAX_COUNTED = 10_000
 
 
 def _check_counts(path: Path) -> None:
@@ -222,8 +222,8 @@ def _check_counts(path: Path) -> None:
     while waiting:
         value = waiting.pop()
         for key, each in value.items() if isinstance(value, dict) else ():
-            if _COUNTED.search(key) and isinstance(each, (int, float)) and each > _MOST_COUNTED:
-                raise ConfigError(f"{path}: {key} is {each}, more than the {_MOST_COUNTED} that is believed")
+            if _COUNTED.search(key) and isinstance(each, (int, float)) and each > _MAX_COUNTED:
+                raise ConfigError(f"{path}: {key} is {each}, more than the {_MAX_COUNTED} that is believed")
         waiting += [
             each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, (dict, list))
         ]
@@ -231,12 +231,12 @@ def _check_counts(path: Path) -> None:
 
 def _layouts(model: nn.Module) -> Callable[..., Layout]:
     """Return a function of precision, shards and units."""
-    from ..plan.plan import Drafter
+    from ..plan.plan import LayoutBuilder
 
     @cache
     def layout(precision: Precision, shards: int, units: tuple[str, ...] = ()) -> Layout:
-        drafter = Drafter(model, precision, units=units)
-        return drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), shards)
+        builder = LayoutBuilder(model, precision, units=units)
+        return builder.layout(builder.specs(dict.fromkeys(builder.names, 0)), shards)
 
     return layout
 

@@ -15,20 +15,20 @@ from rich.text import Text
 from ..config import DTYPE_ALIASES, STAGES, ZeroConfig, parse_bytes, ranks_text, size_text
 from ..core.precision import Precision
 from ..errors import ConfigError
+from ..plan.activations import Batch
 from ..plan.costs import KINDS, STATES, TIERS
-from ..plan.machine import MARGIN, Machine, here, host_name, measured
-from ..plan.outline import Batch
+from ..plan.machine import MARGIN, Machine, free_memory, host_name, measured
 from ..plan.plan import Plan, plan
 from ..plan.solve import PlanInputs, excess
-from ..plan.work import ROADS
+from ..plan.traffic import CHANNELS
 from ..tiers.tier import Tier
 from . import OK, WRONG
-from .models import Model, What, build
+from .models import Model, ModelSource, build
 from .show import (
     as_command,
     as_training_arguments,
-    pasted,
     print_json,
+    print_to_copy,
     seconds,
     short_size,
     table,
@@ -44,7 +44,7 @@ GPUS = {name: int(memory_bytes * (1 - MARGIN)) for name, memory_bytes in _NVIDIA
 """Usable memory: less a margin for the context, libraries and the allocator."""
 _COMMON = "24 GB"
 """The suggestion is for this size, or the next larger one that is enough."""
-LADDER = (
+CANDIDATES = (
     (2, False, "none", "none", "none"),
     (3, False, "none", "none", "none"),
     (2, True, "none", "none", "none"),
@@ -60,7 +60,7 @@ LADDER = (
 last two for sequences whose activations alone are too large. Stages 0 and 1 take as much time as 2, and more memory."""
 OFFLOADS = {"offload_optimizer": "optimizer", "offload_params": "parameters", "offload_activations": "activations"}
 GOOD, BAD = "green", "bold red"
-_ROADS = {
+_LABELS = {
     "device": "optimizer, on the device", "host": "optimizer, on the host", "compute": "forward and backward",
     "gather": "gather, between ranks", "reduce": "reduce, between ranks", "down": "down, to host memory",
     "up": "up, to the device", "read": "read, from disk", "write": "write, to disk",
@@ -68,7 +68,7 @@ _ROADS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(PlanInputs):
+class PlanRequest(PlanInputs):
     """The inputs of a plan as the flags of a command give them, and the model that other settings partition again."""
 
     model: Model
@@ -79,8 +79,8 @@ class Asked(PlanInputs):
 
     @staticmethod
     def of(
-        given: Mapping[str, Any], config: ZeroConfig, found: tuple[What, str], machine: Machine, **more: Any
-    ) -> Asked:
+        given: Mapping[str, Any], config: ZeroConfig, found: tuple[ModelSource, str], machine: Machine, **more: Any
+    ) -> PlanRequest:
         """Build from the flags of a command.
 
         Args:
@@ -97,7 +97,7 @@ class Asked(PlanInputs):
         checkpoints = given["gradient_checkpointing"] or config.offload_activations != "none"
         batch = Batch(given["batch"], given["sequence"], checkpoints, model.architecture)
         layout = model.layout(precision, config.shards(given["world_size"]), tuple(config.units))
-        return Asked(
+        return PlanRequest(
             layout=layout, machine=machine, config=config, world_size=given["world_size"], precision=precision, batch=batch,
             optimizer_tensors=given.get("optimizer_tensors", 2), backward_per_step=given["accumulation"], model=model,
             mixed_precision=mode, **more,
@@ -121,44 +121,44 @@ class Asked(PlanInputs):
         return plan(replace(self, config=config, layout=layout))
 
 
-def run(asked: Asked, all_stages: bool, as_json: bool) -> int:
+def run(request: PlanRequest, all_stages: bool, as_json: bool) -> int:
     """Print the plan of one stage, or all stages side by side; return status 1 if nothing fits."""
     plans, refused = [], {}
-    for stage in sorted(STAGES) if all_stages else [asked.config.stage]:
+    for stage in sorted(STAGES) if all_stages else [request.config.stage]:
         try:
-            plans.append(asked.plan(stage=stage))
+            plans.append(request.plan(stage=stage))
         except ConfigError as error:
             refused[stage] = str(error)
     if not plans:
         raise ConfigError("; ".join(dict.fromkeys(refused.values())))
     fits = any(made.fits for made in plans)
-    suggested = best(asked, plans[0].inputs.budgets) if all_stages or not fits else None
+    suggested = best(request, plans[0].inputs.budgets) if all_stages or not fits else None
     status = OK if fits or (all_stages and suggested is not None) else WRONG
     if as_json:
-        values = [{"model": asked.model.name, "structure": asked.model.source or "the model's own",
-                   "mixed_precision": asked.mixed_precision, **made.to_dict()} for made in plans]  # fmt: skip
+        values = [{"model": request.model.name, "structure": request.model.source or "the model's own",
+                   "mixed_precision": request.mixed_precision, **made.to_dict()} for made in plans]  # fmt: skip
         print_json(values if all_stages else values[0])
         return status
     console = Console()
-    share = plans[0].layout.trainable_numel / asked.model.parameters
+    share = plans[0].layout.trainable_numel / request.model.parameters
     trained = "" if share == 1 else f" ({share:.2%} trainable)"
-    precision = "float32" if asked.mixed_precision == "no" else asked.mixed_precision
-    title = f"{asked.model.name}: {asked.model.parameters:,} parameters{trained}, {precision}"
-    text(console, f"{title}, {ranks_text(asked.world_size)}, {asked.tokens}", "bold")
+    precision = "float32" if request.mixed_precision == "no" else request.mixed_precision
+    title = f"{request.model.name}: {request.model.parameters:,} parameters{trained}, {precision}"
+    text(console, f"{title}, {ranks_text(request.world_size)}, {request.tokens}", "bold")
     budgets = plans[0].inputs.budgets
     if all_stages or not fits:  # the one stage that was asked for does not fit
-        _show_answer(console, asked, budgets, suggested)
+        _show_answer(console, request, budgets, suggested)
     elif "device" in budgets or "together" in budgets:
-        _show_answer(console, asked, budgets, plans[0])
+        _show_answer(console, request, budgets, plans[0])
     else:
-        _show_choice(console, asked, "", plans[0], "")
+        _show_choice(console, request, "", plans[0], "")
     if all_stages:
-        _show_stages(console, plans, asked)
+        _show_stages(console, plans, request)
     else:
         _show_details(console, plans[0])
     lines = [f"stage {stage}: {why}" for stage, why in refused.items()]
-    lines += [f"· {asked.model.source}"] if asked.model.source else []
-    lines += [f"· sizes and speeds: {asked.source}"] if asked.source else []
+    lines += [f"· {request.model.source}"] if request.model.source else []
+    lines += [f"· sizes and speeds: {request.source}"] if request.source else []
     for line in lines:
         text(console, line)
     return status
@@ -174,7 +174,7 @@ def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space
         machine = replace(found or Machine(), device_memory=None, host_memory=None, disk_free=None)
         if config.is_auto:
             ranks = max(1, min(world_size, torch.cuda.device_count() or world_size))
-            free = here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
+            free = free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ranks=ranks)
             shares = machine.shares_memory if source else free.shares_memory
             machine = replace(machine, disk_free=free.disk_free, shares_memory=shares)
             if None in (config.device_memory, config.host_memory):
@@ -188,24 +188,24 @@ def machine_of(config: ZeroConfig, world_size: int, file: str | None, disk_space
 # Settings that fit --------------------------------------------------------------------------------
 
 
-def choices(asked: Asked) -> Iterator[Plan]:
-    """Yield plans of `LADDER` without budgets, with the offloads that were asked for."""
-    for stage, checkpointing, *tiers in LADDER:
-        checkpoints = asked.batch.checkpointing or (checkpointing and asked.model.architecture is not None)
-        free = replace(asked, machine=Machine(), batch=replace(asked.batch, checkpointing=checkpoints))
+def candidate_plans(request: PlanRequest) -> Iterator[Plan]:
+    """Yield plans of `CANDIDATES` without budgets, with the offloads that were asked for."""
+    for stage, checkpointing, *tiers in CANDIDATES:
+        checkpoints = request.batch.checkpointing or (checkpointing and request.model.architecture is not None)
+        free = replace(request, machine=Machine(), batch=replace(request.batch, checkpointing=checkpoints))
         offloads = {}
         for name, tier in zip(OFFLOADS, tiers):
-            wanted = getattr(asked.config, name)
+            wanted = getattr(request.config, name)
             offloads[name] = tier if wanted in ("none", "auto") else wanted
         with suppress(ConfigError):  # does not combine with the other settings
             yield free.plan(stage=stage, **offloads, device_memory=None, host_memory=None)
 
 
-def best(asked: Asked, budgets: Mapping[str, int]) -> Plan | None:
-    """Return the first of `LADDER` that fits the budgets; else with one row at a time."""
-    rows_per_step = asked.backward_per_step * asked.batch.rows
-    one_by_one = replace(asked, batch=replace(asked.batch, rows=1), backward_per_step=rows_per_step)
-    tried = (made for each in (asked, one_by_one) for made in choices(each))
+def best(request: PlanRequest, budgets: Mapping[str, int]) -> Plan | None:
+    """Return the first of `CANDIDATES` that fits the budgets; else with one row at a time."""
+    rows_per_step = request.backward_per_step * request.batch.rows
+    one_by_one = replace(request, batch=replace(request.batch, rows=1), backward_per_step=rows_per_step)
+    tried = (made for each in (request, one_by_one) for made in candidate_plans(each))
     return next((made for made in tried if not excess(budgets, made.memory)), None)
 
 
@@ -217,22 +217,22 @@ def _described(made: Plan) -> str:
     return " + ".join(words + [f"{what} on {tier}" for what, tier in tiers if tier != "none"])
 
 
-def _show_answer(console: Console, asked: Asked, budgets: Mapping[str, int], made: Plan | None) -> None:
+def _show_answer(console: Console, request: PlanRequest, budgets: Mapping[str, int], made: Plan | None) -> None:
     """Print the plan that fits the given memory, or one for each size of GPU."""
     if "device" in budgets or "together" in budgets:
         memory = size_text(budgets.get("device", budgets.get("together", 0)))
         _show_choice(
-            console, asked, f"{memory} fits", made, "Nothing fits: use more ranks, more memory or a smaller model."
+            console, request, f"{memory} fits", made, "Nothing fits: use more ranks, more memory or a smaller model."
         )
         return
-    found = [made for made in choices(asked) if not excess(budgets, made.memory)]
+    found = [made for made in candidate_plans(request) if not excess(budgets, made.memory)]
     fitting: dict[str, Plan | None] = {}
     for name, size in GPUS.items():
         fitting[name] = next((each for each in found if each.memory.at_peak(Tier.DEVICE) <= size), None)
     names = [*GPUS]
     nothing = f"Nothing fits up to {names[-1]} per rank: use more ranks, or a smaller model."
     shown = next((name for name in names[names.index(_COMMON) :] if fitting[name]), names[-1])
-    _show_choice(console, asked, f"{shown} GPUs fit", fitting[shown], nothing)
+    _show_choice(console, request, f"{shown} GPUs fit", fitting[shown], nothing)
     rows: list[tuple[str | Text, ...]] = []
     for _, group in groupby(names, lambda name: id(fitting[name])):
         sizes = list(group)
@@ -244,15 +244,15 @@ def _show_answer(console: Console, asked: Asked, budgets: Mapping[str, int], mad
     table(console, "By GPU", ("GPU", "fastest settings that fit", "device peak", "host peak"), rows, left=2)
 
 
-def _show_choice(console: Console, asked: Asked, what: str, made: Plan | None, nothing: str) -> None:
+def _show_choice(console: Console, request: PlanRequest, what: str, made: Plan | None, nothing: str) -> None:
     if made is None:
         text(console, nothing, BAD)
         return
     device, host = (short_size(made.memory.at_peak(tier)) for tier in (Tier.DEVICE, Tier.HOST))
-    more = ", one sequence at a time" if made.inputs.backward_per_step != asked.backward_per_step else ""
+    more = ", one sequence at a time" if made.inputs.backward_per_step != request.backward_per_step else ""
     peaks = f"{device} of device memory at peak{f', {host} of host memory' if host != '0' else ''}"
     text(console, f"{what} {_described(made)}{more}: {peaks}.".lstrip(), GOOD)
-    _show_settings(console, asked.mixed_precision, made)
+    _show_settings(console, request.mixed_precision, made)
 
 
 def _show_settings(console: Console, precision: str, made: Plan) -> None:
@@ -264,15 +264,15 @@ def _show_settings(console: Console, precision: str, made: Plan) -> None:
     trainer |= {"gradient_checkpointing": True} if batch is not None and batch.checkpointing else {}
     trainer |= {"max_grad_norm": 0} if config.step_in_backward else {}  # clipping needs all gradients before the step
     settings = (config if config.is_auto else replace(config, device_memory=None, host_memory=None)).changed()
-    pasted(console, as_command(made.inputs.world_size, settings, trainer))
+    print_to_copy(console, as_command(made.inputs.world_size, settings, trainer))
     for line in as_training_arguments(settings, trainer):
-        pasted(console, line)
+        print_to_copy(console, line)
 
 
 # Tables -------------------------------------------------------------------------------------------
 
 
-def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
+def _show_stages(console: Console, plans: list[Plan], request: PlanRequest) -> None:
     tiers = [tier for tier in TIERS if any(made.memory.at_peak(tier) for made in plans) or tier is Tier.DEVICE]
     has_budget = any(made.inputs.budgets for made in plans)
     rows: list[list[str | Text]] = []
@@ -283,7 +283,7 @@ def _show_stages(console: Console, plans: list[Plan], asked: Asked) -> None:
         rows.append([str(made.config.stage), *map(short_size, sizes), *fits])
     peaks = [f"{tier.value} peak" for tier in tiers]
     columns = ("stage", "params", "grads", "optim", *peaks, *(["fits"] if has_budget else []))
-    offload = asked.config.offloads or asked.batch.checkpointing
+    offload = request.config.offloads or request.batch.checkpointing
     caption = "params, grads, optim: between backward and step, over all tiers"
     title = f"All stages, {'with the flags given' if offload else 'without offload or checkpointing'}, per rank"
     table(console, title, columns, rows, caption=caption)
@@ -314,13 +314,17 @@ def _show_details(console: Console, made: Plan) -> None:
     caption = "between backward and step → at peak"
     table(console, f"Stage {made.config.stage}", columns, kinds, sums, caption=caption)
     alone: dict[str, float | None] = {}
-    for (_, road), value in made.step.parts.items():
-        before = alone.get(road, 0.0)
-        alone[road] = None if value is None or before is None else before + value
+    for (_, channel), value in made.step.parts.items():
+        before = alone.get(channel, 0.0)
+        alone[channel] = None if value is None or before is None else before + value
     rows = [
-        [_ROADS.get(road, road), short_size(made.traffic[road]) if road in ROADS else "", seconds(alone[road])]
-        for road in ("compute", *ROADS, "device", "host")
-        if road in alone
+        [
+            _LABELS.get(channel, channel),
+            short_size(made.traffic[channel]) if channel in CHANNELS else "",
+            seconds(alone[channel]),
+        ]
+        for channel in ("compute", *CHANNELS, "device", "host")
+        if channel in alone
     ]
     whole = [["step, overlapped", "", seconds(made.step.seconds)]] if made.step.seconds is not None else []
     if rows:

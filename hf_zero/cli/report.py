@@ -21,7 +21,7 @@ from ..diagnostics.recorder import FORMAT, RECENT, rates, value_at
 from ..errors import CheckpointError, ConfigError
 from ..plan.costs import KINDS, TIERS
 from ..plan.report import duration
-from ..plan.work import COLLECTIVES, WAITS
+from ..plan.traffic import COLLECTIVES, WAITS
 
 TOLERANCE = 0.05
 """Relative excess over the plan that is reported, for sizes above `SMALL_BYTES`."""
@@ -59,7 +59,7 @@ LABELS: Mapping[str, tuple[str, str]] = {
 """Label of each wait in a step, and advice that makes it shorter."""
 PARTS = {
     "compute": "computing and everything else",
-    **{road: f"waiting: {label}" for road, (label, _) in LABELS.items()},
+    **{channel: f"waiting: {label}" for channel, (label, _) in LABELS.items()},
     "between": "between steps (data, evaluation, saving)",
 }
 """Label of each part of a step."""
@@ -112,7 +112,7 @@ class Run:
         """Seconds by part of a step (`PARTS`), each the median over the usual steps; those of one step add up to it."""
         steps = []
         for step in self.usual:
-            waits = {road: float(step["wait_s"].get(road, 0.0)) for road in WAITS}
+            waits = {channel: float(step["wait_s"].get(channel, 0.0)) for channel in WAITS}
             rest = step["seconds"] - step["between_s"] - sum(waits.values())
             steps.append({"compute": max(0.0, rest), **waits, "between": float(step["between_s"])})
         return {name: statistics.median(step[name] for step in steps) for name in PARTS}
@@ -262,10 +262,10 @@ def _memory_rows(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _traffic_rows(run: Run) -> Iterator[dict[str, Any]]:
-    for road in WAITS[:-1]:
-        planned, counted = run.facts["predicted"]["traffic"].get(road), run.median("bytes", road)
+    for channel in WAITS[:-1]:
+        planned, counted = run.facts["predicted"]["traffic"].get(channel), run.median("bytes", channel)
         if planned or counted:
-            yield {"road": road, **_compared(planned, counted)}
+            yield {"road": channel, **_compared(planned, counted)}
 
 
 def _compared(planned: float | None, counted: float) -> dict[str, float | None]:
@@ -314,8 +314,8 @@ def _warnings(out: dict[str, Any]) -> Iterator[str]:
                 f"{size_text(most['predicted'])} planned)."
             )
     first = out["ranks"][0]
-    for road, (label, advice) in LABELS.items():
-        share = first["parts_s"][road] / first["step_s"] if first["step_s"] else 0.0
+    for channel, (label, advice) in LABELS.items():
+        share = first["parts_s"][channel] / first["step_s"] if first["step_s"] else 0.0
         if share > MUCH_WAITING:
             yield f"{share:.0%} of a step waits for: {label}. What helps: {advice}."
 
@@ -347,16 +347,16 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[dict[s
     elif not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in batches):
         kinds.remove("step")
         left_out.append("The runs have different batches per step: the time of a step is not compared.")
-    pairs = [(*first, second[-1]) for first, second in zip(_figures(one), _figures(other))]
+    pairs = [(*first, second[-1]) for first, second in zip(_measurements(one), _measurements(other))]
     rows = []
-    for kind, what, unit, a, b in [*pairs, *_loss_figures(one, other)]:
+    for kind, what, unit, a, b in [*pairs, *_loss_measurements(one, other)]:
         if kind in kinds and (a, b) != (None, None):
             change = None if kind == "setting" or None in (a, b) else _relative(a, b)
             rows.append({"what": what, "unit": unit, "values": [a, b], "change": change})
     return rows, left_out
 
 
-def _figures(out: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
+def _measurements(out: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
     """Yield (kind, what, unit, value): memory needs equal models, speed equal devices as well, steps equal batches as well."""
     facts, ranks, rates = out["facts"], out["ranks"], out["throughput"]
     settings = {
@@ -379,7 +379,7 @@ def _figures(out: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
     yield from (("speed", f"{name}/s", "1/s", rates[f"{name}_per_s"]) for name in ("tokens", "samples"))
 
 
-def _loss_figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, str, Any, Any]]:
+def _loss_measurements(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, str, str, Any, Any]]:
     """Yield the losses at the last step that both runs logged."""
     for name, label in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         a, b = ({log["step"]: log[name] for log in out["losses"] if name in log} for out in (one, other))

@@ -20,7 +20,7 @@ from .show import print_json, table, text
 
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
 """Mark and style of a verdict's `ok`."""
-MOST_POINTS = 1500
+MAX_POINTS = 1500
 """Points of a line; of longer runs every n-th step is drawn."""
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -273,7 +273,7 @@ def _rank_line(run: Run, size: int, label: str, *keys: str) -> dict[str, Any]:
 
 
 def _drawn(run: Run) -> list[dict[str, Any]]:
-    return run.steps[:: -(-len(run.steps) // MOST_POINTS)]
+    return run.steps[:: -(-len(run.steps) // MAX_POINTS)]
 
 
 def _speed(runs: Sequence[Run], out: dict[str, Any]) -> Iterator[dict[str, Any]]:

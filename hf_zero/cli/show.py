@@ -58,7 +58,7 @@ def seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def pasted(console: Console, line: str) -> None:
+def print_to_copy(console: Console, line: str) -> None:
     """Print a line to copy: indented, never folded."""
     console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
 

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..plan.machine import Machine
 from ..plan.network import LINKS, Network
 from ..tiers.tier import Tier
-from .plan import Asked
+from .plan import PlanRequest
 from .show import print_json, table
 
 NOMINAL_FLOPS = 400e12
@@ -49,27 +49,27 @@ def hardware(given: Mapping[str, Any]) -> tuple[Machine, Network]:
     return machine, Network(ranks, given["nodes"], LINKS[given["network"]])
 
 
-def run(asked: Asked, network: Network, as_json: bool) -> None:
+def run(request: PlanRequest, network: Network, as_json: bool) -> None:
     """Print the collectives of a step on one rank, and its time."""
-    made = asked.plan(device_memory=None, host_memory=None)
+    made = request.plan(device_memory=None, host_memory=None)
     by_kind: dict[str, dict[str, float]] = {}
     for each in made.step.collectives:
         found = by_kind.setdefault(each.kind, {"collectives": 0, "bytes_sent": 0, "seconds": 0.0})
         found["collectives"] += each.count
         found["bytes_sent"] += round(each.count * each.nbytes)
-        found["seconds"] += each.count * network.time_s(each, asked.machine)
+        found["seconds"] += each.count * network.time_s(each, request.machine)
     peak_bytes = made.memory.at_peak(Tier.DEVICE)
     if as_json:
         print_json(
             {
-                "stage": asked.config.stage,
-                "world_size": asked.world_size,
+                "stage": request.config.stage,
+                "world_size": request.world_size,
                 "nodes": network.nodes,
                 "by_kind": by_kind,
                 "planned_peak_bytes": peak_bytes,
                 "step_s": made.step.seconds,
                 "parts_s": made.parts,
-                "machine": asdict(asked.machine),
+                "machine": asdict(request.machine),
                 "network": asdict(network),
             }
         )
@@ -84,11 +84,11 @@ def run(asked: Asked, network: Network, as_json: bool) -> None:
     step, compute, update, sent = (f"{(seconds or 0.0) * 1e3:.3f}" for seconds in spent)
     table(
         Console(),
-        f"{asked.model.name}: one step, stage {asked.config.stage}, {ranks_text(asked.world_size)} on {nodes}",
+        f"{request.model.name}: one step, stage {request.config.stage}, {ranks_text(request.world_size)} on {nodes}",
         ("kind", "collectives", "bytes sent by a rank", "ms"),
         rows,
         caption=(
-            f"step {'' if asked.machine.shares_memory else 'at least '}{step} ms: computation {compute}, "
+            f"step {'' if request.machine.shares_memory else 'at least '}{step} ms: computation {compute}, "
             f"optimizer {update}, communication {sent}; planned peak {size_text(peak_bytes)}"
         ),
     )

@@ -4,11 +4,11 @@ The sender posts the address of its buffer. A thread of the receiver reads it on
 (`process_vm_readv`), and acknowledges it. A socket would copy each byte twice, in small parts. In a reduce, the thread reads
 pieces that stay in the processor's cache and sums them **in rank order**, so no rank needs memory for what arrives.
 
-Every rank has a `Board`, into which the other ranks write (`process_vm_writev`): the addresses of their messages, and which
+Every rank has a `Mailbox`, into which the other ranks write (`process_vm_writev`): the addresses of their messages, and which
 messages of this rank they have taken. A key stands for a span, and gather or reduce. Each rank numbers the messages of a key
 and adds its step: a rank that has made another number of steps does not take a message of this one.
 
-If the kernel refuses (other machines, other users, `kernel.yama.ptrace_scope`, a sandbox), no rank of the group has a `Direct`,
+If the kernel refuses (other machines, other users, `kernel.yama.ptrace_scope`, a sandbox), no rank has a `DirectTransfers`,
 and messages go through the process group.
 
 Linux's "cross memory attach"; as in Goglin and Moreaud, "KNEM: a generic and scalable kernel-assisted intra-node MPI
@@ -29,8 +29,8 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
+from .cross_memory import SLOTS, Mailbox, MailboxWriter, Peer, machine_id
 from .inflight import Inflight
-from .local_memory import SLOTS, Board, BoardWriter, Peer, machine_id
 from .watch import Wait
 from .wire import Cuts, Wire, average_in_order
 
@@ -45,22 +45,22 @@ _ADDRESS_BITS, _STEPS, _NUMBERS = 48, 256, 128
 Addresses = Mapping[int, int]
 
 
-class Direct:
+class DirectTransfers:
     """The gathers and reduces of one wire, as `Wire` describes them. For one thread at a time.
 
     Args:
-        home: the wire.
-        board: this rank's.
+        wire: the wire.
+        mailbox: this rank's.
         peers: memory of all other ranks.
         reader: takes the messages.
     """
 
-    def __init__(self, home: Wire, board: Board, peers: Sequence[Peer], reader: Reader) -> None:
-        self.rank, self.size, self.watch, self.traffic = home.rank, home.size, home.watch, home.traffic
-        self.board, self.peers, self.reader = board, peers, reader
+    def __init__(self, wire: Wire, mailbox: Mailbox, peers: Sequence[Peer], reader: Reader) -> None:
+        self.rank, self.size, self.watch, self.traffic = wire.rank, wire.size, wire.watch, wire.traffic
+        self.mailbox, self.peers, self.reader = mailbox, peers, reader
         self._peer_of = {peer.rank: peer for peer in peers}
-        self._posts = [BoardWriter(peer, home.rank) for peer in peers]
-        self._acks = [BoardWriter(peer, home.rank) for peer in peers]  # for the reader's thread
+        self._posts = [MailboxWriter(peer, wire.rank) for peer in peers]
+        self._acks = [MailboxWriter(peer, wire.rank) for peer in peers]  # for the reader's thread
         self._channels: dict[int, Channel] = {}
 
     def gather(self, full: Tensor, own: Tensor, span: int, cuts: Cuts, kind: str) -> Inflight:
@@ -94,11 +94,11 @@ class Direct:
 
         return self._exchange(2 * span + 1, source, take, kind, span)
 
-    def swap(self, sent: Tensor, landing: Tensor, span: int, kind: str) -> Inflight:
-        """Exchange parts as `GroupWire.swap`. This rank's own part already lies in `landing`."""
+    def all_to_all(self, sent: Tensor, received: Tensor, span: int, kind: str) -> Inflight:
+        """Exchange parts as `GroupWire.all_to_all`. This rank's own part already lies in `received`."""
 
         def take(addresses: Addresses) -> None:
-            base, nbytes = landing.data_ptr(), sent.nbytes // self.size
+            base, nbytes = received.data_ptr(), sent.nbytes // self.size
             for rank, address in addresses.items():
                 self._peer_of[rank].read(address + self.rank * nbytes, base + rank * nbytes, nbytes)
 
@@ -124,8 +124,8 @@ class Direct:
 
     def find(self, key: int, number: int, step: int) -> dict[int, int] | None:
         """Return the addresses of the messages with this number and step, by rank; None until all are posted."""
-        words, addresses = self.board.words, {}
-        label, first = step | number % _NUMBERS << 8, self.board.slot(key, number)
+        words, addresses = self.mailbox.words, {}
+        label, first = step | number % _NUMBERS << 8, self.mailbox.slot_index(key, number)
         for peer in self.peers:
             at = first + 2 * peer.rank
             word = words[at]
@@ -142,7 +142,7 @@ class Direct:
         """
         for ack in self._acks:
             with suppress(RuntimeError):
-                ack.write(number, self.board.taken(key))
+                ack.write(number, self.mailbox.ack_index(key))
 
     def check(self) -> None:
         """Check during a wait that it can end.
@@ -262,18 +262,18 @@ class Channel:
     Attributes:
         begun: number of the last message.
         taken: all other ranks are known to have read this rank's messages up to this number.
-        slots: by number, the index of its words on a board.
-        acks: by peer, the index of its acknowledgement on this rank's board.
+        slots: by number, the index of its words on a mailbox.
+        acks: by peer, the index of its acknowledgement on this rank's mailbox.
     """
 
     __slots__ = ("acks", "begun", "direct", "key", "slots", "span", "taken", "words")
 
-    def __init__(self, direct: Direct, key: int, span: int) -> None:
-        board = direct.board
-        self.direct, self.key, self.span, self.words = direct, key, span, board.words
+    def __init__(self, direct: DirectTransfers, key: int, span: int) -> None:
+        mailbox = direct.mailbox
+        self.direct, self.key, self.span, self.words = direct, key, span, mailbox.words
         self.begun = self.taken = 0
-        self.slots = [board.slot(key, number) for number in range(SLOTS)]
-        self.acks = [board.taken(key) + 2 * peer.rank for peer in direct.peers]
+        self.slots = [mailbox.slot_index(key, number) for number in range(SLOTS)]
+        self.acks = [mailbox.ack_index(key) + 2 * peer.rank for peer in direct.peers]
 
     def wait(self, call: Callable[[], None], kind: str) -> None:
         Wait(call, self.direct.traffic, self.direct.watch, kind, self.span).wait()
@@ -295,11 +295,11 @@ class Reader:
     """The thread of this process that takes messages. It ends when `owner` is freed.
 
     Attributes:
-        boards: of all wires; their first word promises that this thread takes messages.
+        mailboxes: of all wires; their first word promises that this thread takes messages.
     """
 
     def __init__(self, owner: object) -> None:
-        self.boards: list[Board] = []
+        self.mailboxes: list[Mailbox] = []
         self.arrivals: SimpleQueue[weakref.ref[Message] | None] = SimpleQueue()
         self._process = os.getpid()
         self._thread = threading.Thread(target=_take_all, args=(self.arrivals,), name="hf_zero reader", daemon=True)
@@ -311,9 +311,9 @@ class Reader:
         if os.getpid() == self._process:  # a forked child has no such thread
             self.arrivals.put(None)
             self._thread.join(10)
-            for board in self.boards:
-                # Must follow the thread's end: a board without its word promises that no thread reads for it any more.
-                board.words[0] = 0  # a peer that still waits for this rank finds it gone, even if the process lives on
+            for mailbox in self.mailboxes:
+                # Must follow the thread's end: a mailbox without its word promises that no thread reads for it any more.
+                mailbox.words[0] = 0  # a peer that still waits for this rank sees that it has left
 
 
 @torch.no_grad()
@@ -341,7 +341,7 @@ def _take_all(arrivals: SimpleQueue[weakref.ref[Message] | None]) -> None:
 
 
 def _is_over(awaited: weakref.ref[Message], held: set[Channel]) -> bool:
-    """Try to take a message. If it is not over, it holds up all later ones of its channel; see `Direct.acknowledge`."""
+    """Try to take a message. Until it is over, later ones of its channel wait; see `DirectTransfers.acknowledge`."""
     message = awaited()  # must not outlive this call: the thread would keep a dropped message alive
     if message is None:
         return True
@@ -351,21 +351,21 @@ def _is_over(awaited: weakref.ref[Message], held: set[Channel]) -> bool:
     return False
 
 
-def open_direct(home: Wire, reader: Callable[[], Reader]) -> Direct | None:
-    """Return a `Direct` if every rank can read every other rank's memory, else None. A collective."""
-    board = Board(home.size)
+def open_direct(wire: Wire, reader: Callable[[], Reader]) -> DirectTransfers | None:
+    """Return a `DirectTransfers` if every rank can read every other rank's memory, else None. A collective."""
+    mailbox = Mailbox(wire.size)
     machine = machine_id()
-    # Between the two exchanges every rank writes on every board that it has taken nothing. A message that started before the
+    # Between the two exchanges every rank writes on every mailbox that it has taken nothing. A message that started before the
     # second exchange ended could lose its acknowledgement to that write.
-    reports = home.exchange((machine, os.getpid(), board.address))
+    reports = wire.exchange((machine, os.getpid(), mailbox.address))
     is_able = bool(machine) and all(there == machine for there, _, _ in reports)
-    peers = [Peer(rank, process, at) for rank, (_, process, at) in enumerate(reports) if rank != home.rank]
-    is_able = is_able and all(peer.is_alive and peer.accepts_writes(home.rank, board.taken(0)) for peer in peers)
-    if not all(home.exchange(is_able)):
+    peers = [Peer(rank, process, at) for rank, (_, process, at) in enumerate(reports) if rank != wire.rank]
+    is_able = is_able and all(peer.is_alive and peer.accepts_writes(wire.rank, mailbox.ack_index(0)) for peer in peers)
+    if not all(wire.exchange(is_able)):
         return None
     reads = reader()
-    reads.boards.append(board)
-    return Direct(home, board, peers, reads)
+    reads.mailboxes.append(mailbox)
+    return DirectTransfers(wire, mailbox, peers, reads)
 
 
 def pause_s(waited_s: float) -> float:

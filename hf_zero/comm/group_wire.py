@@ -1,6 +1,6 @@
 """The wires of several ranks, each with the cheapest transfers of its backend.
 
-* `PairWire`: CPU (gloo). gloo's reduce-scatter sends as much as an all-reduce, and its collectives run one at a time.
+* `P2PWire`: CPU (gloo). gloo's reduce-scatter sends as much as an all-reduce, and its collectives run one at a time.
   Point-to-point messages send each byte once and run concurrently. Sums are made **in rank order**: the result does not
   depend on the network and equals `((g0 + g1) + g2) / N` to the bit. Ranks of one machine read gathers and reduces from each
   other's memory where the kernel allows it (`direct`), with the same sums.
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ..errors import RankMismatchError
 from .codec import Codec, fits
-from .direct import Direct, open_direct
+from .cross_memory import MAX_SPANS
+from .direct import DirectTransfers, open_direct
 from .inflight import DONE, Inflight
-from .local_memory import SPANS
 from .process_group import check_ranks, default_group, home_device, interrupt, open_in_thread, reader_of, watcher_of
 from .watch import Wait, Watch
-from .wire import Cuts, Told, Wire, average_in_order, land
+from .wire import Cuts, RankStatus, Wire, average_in_order, copy_scaled
 
 PIECE_BYTES = 16 << 20
 """Size of the pieces in which a reduce receives its peers' slices: one is summed while the next arrives."""
@@ -59,7 +59,7 @@ class GroupWire(Wire):
         self.watcher = watcher_of(home)
         self.watcher.join(self.watch, lane)
 
-    def among(self, groups: Sequence[Sequence[int]]) -> GroupWire:
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> GroupWire:
         """Return the wire over this rank's group of `groups`, for the same engine, counters and watch. A collective.
 
         An interrupt of this wire breaks waits of that one too. Later engines use the same process groups: messages carry the
@@ -67,18 +67,18 @@ class GroupWire(Wire):
         """
         known, key = self.watcher.groups, str(groups)
         if key not in known:
-            with self.watch.doing("opening process groups"):
+            with self.watch.operation("opening process groups"):
                 self.barrier()
                 call = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
                 known[key], _ = self._open(call)
         part = type(self)(self.device, known[key])
         self.watch.interrupts += part.watch.interrupts
         part.traffic, part.watch, part.codec = self.traffic, self.watch, self.codec
-        part.take_number()  # must follow the watch: the engine's number tells messages in a shared group apart
+        part.use_engine_number()  # must follow the watch: the engine's number tells messages in a shared group apart
         return part
 
-    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
-        """Send each rank its part of `sent` (1-D, `size` equal parts). `landing` receives one part per rank, in rank order.
+    def all_to_all(self, sent: Tensor, received: Tensor, tag: int) -> Inflight:
+        """Send each rank its part of `sent` (1-D, `size` equal parts). `received` receives one part per rank, in rank order.
 
         Counts as a reduce. `sent` must stay unchanged until the transfer is closed.
         """
@@ -88,12 +88,12 @@ class GroupWire(Wire):
         numel, nbytes = own.numel(), codec.nbytes(own.numel())
         sent = torch.empty(nbytes, dtype=torch.uint8, device=own.device)
         codec.encode(own, sent, numel)
-        landing = torch.empty(self.size * nbytes, dtype=torch.uint8, device=own.device)
-        move = self.gather(landing, sent, tag)
+        received = torch.empty(self.size * nbytes, dtype=torch.uint8, device=own.device)
+        move = self.gather(received, sent, tag)
 
         def finish() -> None:
             move.close()
-            for rank, part in enumerate(landing.split(nbytes)):
+            for rank, part in enumerate(received.split(nbytes)):
                 codec.decode(part, full[rank * numel : (rank + 1) * numel])
 
         return Inflight((), (), finish)
@@ -109,18 +109,18 @@ class GroupWire(Wire):
         sent = torch.empty(self.size * nbytes, dtype=torch.uint8, device=source.device)
         for rank, part in enumerate(sent.split(nbytes)):
             codec.encode(source[rank * numel : (rank + 1) * numel], part, numel)
-        landing = torch.empty_like(sent)
-        move = self.swap(sent, landing, tag)
+        received = torch.empty_like(sent)
+        move = self.all_to_all(sent, received, tag)
 
         def finish() -> None:
             move.close()
-            for rank, part in enumerate(landing.split(nbytes)):
+            for rank, part in enumerate(received.split(nbytes)):
                 codec.decode(part, out, add=rank > 0)
             out.mul_(1.0 / self.size)
 
         return Inflight((), (), finish)
 
-    def take_number(self) -> None:
+    def use_engine_number(self) -> None:
         """Set up what tells this engine's messages apart. The watch has the engine's number."""
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
@@ -181,37 +181,37 @@ class GroupWire(Wire):
             raise error
         raise explained from error
 
-    def send_to_rank_0(self, values: Tensor | None, landing: Tensor, source: int) -> None:
+    def send_to_rank_0(self, values: Tensor | None, received: Tensor, source: int) -> None:
         if source == 0 or self.rank not in (0, source):
             if self.rank == source and values is not None:
-                landing.copy_(values)
+                received.copy_(values)
             return
         if self.rank == source:
             if values is not None and values.numel():
                 self.traffic.moved("other", values.numel() * values.element_size())
                 self._message(self.group.send, values.to(self.device), 0)
-        elif landing.numel():
-            arrived = landing if landing.device == self.device else torch.empty_like(landing, device=self.device)
+        elif received.numel():
+            arrived = received if received.device == self.device else torch.empty_like(received, device=self.device)
             self._message(self.group.recv, arrived, source)
-            if arrived is not landing:
-                landing.copy_(arrived)
+            if arrived is not received:
+                received.copy_(arrived)
 
-    def side(self) -> Wire:
-        with self.watch.doing("opening a process group"):
+    def background_wire(self) -> Wire:
+        with self.watch.operation("opening a process group"):
             self.barrier()
             group = self._open(partial(dist.new_group, backend="gloo"))
-        wire = PairWire(torch.device("cpu"), group, lane=f"side {self.watch.engine}")
+        wire = P2PWire(torch.device("cpu"), group, lane=f"side {self.watch.engine}")
         wire.watch.engine = self.watch.engine
         return wire
 
-    def tell(self, told: Told) -> list[Told]:
+    def exchange_statuses(self, status: RankStatus) -> list[RankStatus]:
         watcher = self.watcher
         values: list[Any] = [None] * self.size
-        if watcher.has_met or self.group is not default_group():
-            self._call(dist.all_gather_object, values, told, self.group)
+        if watcher.has_endpoints or self.group is not default_group():
+            self._call(dist.all_gather_object, values, status, self.group)
             return values
-        self._call(dist.all_gather_object, values, (watcher.card, told), self.group)
-        watcher.meet([card for card, _ in values])
+        self._call(dist.all_gather_object, values, (watcher.endpoint, status), self.group)
+        watcher.set_endpoints([endpoint for endpoint, _ in values])
         return [found for _, found in values]
 
     def barrier(self) -> None:
@@ -222,7 +222,7 @@ class GroupWire(Wire):
         watcher.stall_s = stall_s
         watcher.engines += 1
         self.watch.engine = self.exchange(watcher.engines)[0]
-        self.take_number()
+        self.use_engine_number()
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
         # A ring all-reduce sends 2 (N-1)/N of the buffer.
@@ -230,10 +230,10 @@ class GroupWire(Wire):
         scale = _divided_first(source, self.size)
         work = self._wait_for(dist.all_reduce(source, group=self.group, async_op=True), self.reduce_kind)
 
-        return Inflight((work,), (), lambda: land(source, out, scale))
+        return Inflight((work,), (), lambda: copy_scaled(source, out, scale))
 
 
-class PairWire(GroupWire):
+class P2PWire(GroupWire):
     """Point-to-point messages on gloo. The tag contains the span, so a message only meets its own counterpart.
 
     Attributes:
@@ -246,12 +246,12 @@ class PairWire(GroupWire):
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, lane: str = "") -> None:
         super().__init__(device, group, lane)
         self._first_tag = 0
-        self.direct: Direct | None = None
+        self.direct: DirectTransfers | None = None
         self._asked: Wait | None = None
         """The last `start_maximum` without an answer. A receive that is dropped would block its connection."""
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def take_number(self) -> None:
+    def use_engine_number(self) -> None:
         self._first_tag = self.watch.engine % _TAGS_WRAP * _TAGS_EACH
         if self.is_direct:
             self.direct = open_direct(self, reader_of)
@@ -300,7 +300,7 @@ class PairWire(GroupWire):
             place.copy_(own)
         group, traffic, watch, kind = self.group, self.traffic, self.watch, self.gather_kind
         try:
-            if self.direct is not None and tag < SPANS:
+            if self.direct is not None and tag < MAX_SPANS:
                 return self.direct.gather(full, own, tag, cuts, kind)
             span, tag = tag, self._message_tag(tag, _GATHER_TAG)
             receives = [
@@ -313,14 +313,14 @@ class PairWire(GroupWire):
             self._refuse(error)
         return Inflight(receives, sends)
 
-    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+    def all_to_all(self, sent: Tensor, received: Tensor, tag: int) -> Inflight:
         self.traffic.moved(self.reduce_kind, _others(sent, self.size))
-        out, into = list(sent.chunk(self.size)), list(landing.chunk(self.size))
+        out, into = list(sent.chunk(self.size)), list(received.chunk(self.size))
         into[self.rank].copy_(out[self.rank])
         group = self.group
         try:
-            if self.direct is not None and tag < SPANS:
-                return self.direct.swap(sent, landing, tag, self.reduce_kind)
+            if self.direct is not None and tag < MAX_SPANS:
+                return self.direct.all_to_all(sent, received, tag, self.reduce_kind)
             span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
             receives = [self._wait_for(group.recv([into[p]], p, tag), self.reduce_kind, span) for p in self._peers]
             sends = [self._wait_for(group.send([out[p]], p, tag), self.reduce_kind, span) for p in self._peers]
@@ -341,7 +341,7 @@ class PairWire(GroupWire):
         group, traffic, watch = self.group, self.traffic, self.watch
         sends: list[Wait] = []
         try:
-            if self.direct is not None and tag < SPANS:
+            if self.direct is not None and tag < MAX_SPANS:
                 return self.direct.reduce(source, out, tag, cuts, self.reduce_kind)
             span, tag = tag, self._message_tag(tag, _REDUCE_TAG)
             for peer in self._peers:
@@ -370,8 +370,8 @@ class PairWire(GroupWire):
         return Inflight((), sends, finish)
 
     def _receive(self, source: Tensor, numel: int, tag: int, span: int) -> tuple[list[Any], list[Tensor]]:
-        landing = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype, device="cpu")
-        parts = list(landing.unbind()) if self.size > 2 else [landing[0], landing[0]]
+        received = torch.empty((self.size, numel) if self.size > 2 else (1, numel), dtype=source.dtype, device="cpu")
+        parts = list(received.unbind()) if self.size > 2 else [received[0], received[0]]
         group, traffic, watch = self.group, self.traffic, self.watch
         try:
             works = [
@@ -397,7 +397,7 @@ class CollectiveWire(GroupWire):
             # Agreements go through host memory: in the device's they would wait for all of its work.
             is_able = home_device(self.group).type == "cpu"
             backend = None if is_able else f"cpu:gloo,{dist.get_backend_config(self.group)}"
-            with self.watch.doing("opening a process group"):
+            with self.watch.operation("opening a process group"):
                 self.barrier()
                 known[key] = self._open(partial(dist.new_group, backend=backend))
         self.group = known[key]
@@ -429,9 +429,9 @@ class CollectiveWire(GroupWire):
             work = _all_gather(full, own, group=self.group, async_op=True)
         return Inflight((self._wait_for(work, self.gather_kind, tag),))
 
-    def swap(self, sent: Tensor, landing: Tensor, tag: int) -> Inflight:
+    def all_to_all(self, sent: Tensor, received: Tensor, tag: int) -> Inflight:
         self.traffic.moved(self.reduce_kind, _others(sent, self.size))
-        work = dist.all_to_all_single(landing, sent, group=self.group, async_op=True)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return Inflight((self._wait_for(work, self.reduce_kind, tag),))
 
     def reduce(self, source: Tensor, out: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
@@ -441,18 +441,18 @@ class CollectiveWire(GroupWire):
             return self.reduce_coded(source, out, self.codec, tag)
         sent = (source.numel() - out.numel()) * source.element_size() if cuts else _others(source, self.size)
         self.traffic.moved(self.reduce_kind, sent)
-        landing = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
+        received = out if out.dtype == source.dtype else torch.empty_like(out, dtype=source.dtype)
         scale = _divided_first(source, self.size)
         total = dist.ReduceOp.SUM
         if cuts:  # torch reduces to each owner, all in one launch
-            begun = dist.reduce_scatter(landing, _ragged(source, cuts), op=total, group=self.group, async_op=True)
+            begun = dist.reduce_scatter(received, _ragged(source, cuts), op=total, group=self.group, async_op=True)
         else:
-            begun = _reduce_scatter(landing, source, op=total, group=self.group, async_op=True)
+            begun = _reduce_scatter(received, source, op=total, group=self.group, async_op=True)
         work = self._wait_for(begun, self.reduce_kind, tag)
 
         def finish() -> None:
-            if landing is not out:
-                out.copy_(landing)
+            if received is not out:
+                out.copy_(received)
             if scale != 1.0:
                 out.mul_(scale)
 
@@ -472,7 +472,7 @@ def open_wire(device: torch.device, stall_s: float | None = None) -> Wire:
     if check_ranks() == 1:
         return Wire()
     watcher_of(default_group(), stall_s)
-    return PairWire(device) if device.type == "cpu" else CollectiveWire(device)
+    return P2PWire(device) if device.type == "cpu" else CollectiveWire(device)
 
 
 def _wait_for_all(works: Sequence[Any]) -> None:

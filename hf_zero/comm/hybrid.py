@@ -44,7 +44,7 @@ class HybridWire(Wire):
         replica: number of this rank's replica.
     """
 
-    ends_alone = False  # a reduce ends with messages between replicas
+    waits_in_any_order = False  # a reduce ends with messages between replicas
 
     def __init__(self, world: GroupWire, replicas: int) -> None:
         self.world, self.replicas = world, replicas
@@ -59,13 +59,13 @@ class HybridWire(Wire):
         self.traffic.kinds.setdefault("across", Count())
         for name in (
             "send_to_rank_0",
-            "side",
+            "background_wire",
             "sum_scalar",
             "max_scalar",
             "start_maximum",
             "broadcast",
             "exchange",
-            "tell",
+            "exchange_statuses",
             "barrier",
         ):
             setattr(self, name, getattr(world, name))
@@ -74,13 +74,13 @@ class HybridWire(Wire):
         self.world.open_groups()
         ranks = range(self.size)
         if self.shards > 1:
-            self.shard_group = self.world.among([ranks[at : at + self.shards] for at in ranks[:: self.shards]])
-        across = self._across = self.world.among([ranks[at :: self.shards] for at in ranks[: self.shards]])
+            self.shard_group = self.world.subgroup([ranks[at : at + self.shards] for at in ranks[:: self.shards]])
+        across = self._across = self.world.subgroup([ranks[at :: self.shards] for at in ranks[: self.shards]])
         across.gather_kind = across.reduce_kind = "across"
         mine = ", ".join(map(str, ranks[self.replica * self.shards :][: self.shards]))
         peers = ", ".join(map(str, ranks[self.rank % self.shards :: self.shards]))
         here = f" within replica {self.replica} (ranks {mine})"
-        self.watch.among = {"gather": here, "reduce": here, "across": f" from the other replicas (ranks {peers})"}
+        self.watch.groups = {"gather": here, "reduce": here, "across": f" from the other replicas (ranks {peers})"}
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Cuts = ()) -> Inflight:
         return self.shard_group.gather(full, own, tag, cuts)

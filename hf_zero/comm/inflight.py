@@ -126,7 +126,7 @@ DONE = Inflight()
 """A transfer with nothing to wait for: one rank, or one owner of everything."""
 
 
-def together(transfers: Sequence[Inflight]) -> Inflight:
+def join_transfers(transfers: Sequence[Inflight]) -> Inflight:
     """Join transfers into one. Waiting waits for all, so that no buffer is in use after an error; raises the first one."""
 
     def wait() -> None:
@@ -187,7 +187,7 @@ class Counters:
             return {kind: asdict(count) for kind, count in self.kinds.items()}
 
 
-class Timed:
+class TimedWait:
     """A wait whose time is counted.
 
     Args:

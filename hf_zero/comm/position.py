@@ -36,7 +36,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 ANSWER_S = 2.0
 """Time for an answer: two packets that begin a connection are sent in it."""
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 """Bytes of a message."""
 _AT_ONCE = 200
 """Connections at a time, fewer than a process may usually have."""
@@ -48,11 +48,11 @@ class Position:
 
     Attributes:
         waits_for: empty if it waits for no rank.
-        purpose: the call of user code that needs other ranks: `state_dict()`, `saving to …`; empty within a step.
+        operation: the call of user code that needs other ranks: `state_dict()`, `saving to …`; empty within a step.
         code: file, line and function of user code; after its end, the error that ended it.
         waits: number of waits that have ended.
         engine: number of the engine that it is in, or was in last.
-        among: the ranks that take part in what it waits for, if these are not all.
+        group: the ranks that take part in what it waits for, if these are not all.
         ended: its process is about to end, or has released the process group.
     """
 
@@ -60,18 +60,18 @@ class Position:
     step: int
     phase: str
     waits_for: str
-    purpose: str
+    operation: str
     code: str
     waits: int = 0
     engine: int = 0
-    among: str = ""
+    group: str = ""
     ended: bool = False
 
     def __str__(self) -> str:
         if self.ended:
             return f"has ended after {self.step} steps" + (f": {self.code}" if self.code else "")
-        doing = f"in {self.purpose}" if self.purpose else f"in {self.phase} of step {self.step}"
-        waits = f"waits for {self.waits_for}{self.among}" if self.waits_for else "waits for no other rank"
+        doing = f"in {self.operation}" if self.operation else f"in {self.phase} of step {self.step}"
+        waits = f"waits for {self.waits_for}{self.group}" if self.waits_for else "waits for no other rank"
         return f"{doing}, {waits}; user code is at {self.code}"
 
 
@@ -128,7 +128,7 @@ def last_error() -> str:
 
 
 @dataclass(frozen=True)
-class Card:
+class Endpoint:
     """Address of a rank. `machine` is equal for ranks without a network between them; no `address`: it cannot be asked."""
 
     host: str
@@ -181,13 +181,13 @@ class Listener:
     def __init__(self, address: str, answer: Callable[[Message], Message]) -> None:
         self._answer = answer
         self._socket: socket.socket | None = None
-        self.card = Card(socket.gethostname(), _machine())
+        self.endpoint = Endpoint(socket.gethostname(), _machine())
         with suppress(OSError):
             if address:
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 self._socket = socket.create_server((address, 0), family=family, backlog=4096)
                 port = self._socket.getsockname()[1]
-                self.card = Card(self.card.host, self.card.machine, address, port, secrets.token_hex())
+                self.endpoint = Endpoint(self.endpoint.host, self.endpoint.machine, address, port, secrets.token_hex())
                 threading.Thread(target=self._serve, name="hf_zero positions", daemon=True).start()
 
     def close(self) -> None:
@@ -206,8 +206,8 @@ class Listener:
             try:
                 with connection, connection.makefile("rb") as lines:
                     connection.settimeout(ANSWER_S)
-                    question = Message.of_bytes(lines.readline(_MOST_BYTES))
-                    if hmac.compare_digest(question.token, self.card.token):
+                    question = Message.of_bytes(lines.readline(_MAX_BYTES))
+                    if hmac.compare_digest(question.token, self.endpoint.token):
                         connection.sendall(self._answer(question).to_bytes())
             except Exception:  # must continue: without this thread the rank would seem to be stopped
                 _log.debug("a question of another rank was not answered", exc_info=True)
@@ -218,7 +218,7 @@ class Contact(Enum):
 
     UNREACHABLE = auto()
     """The host does not answer."""
-    GONE = auto()
+    REFUSED = auto()
     """The host answers that it has no such process."""
     SILENT = auto()
     """The process does not answer."""
@@ -233,7 +233,7 @@ class Reply:
     message: Message | None = None
 
 
-def ask(questions: Sequence[tuple[Card, bytes]], limit_s: float = ANSWER_S) -> list[Reply]:
+def ask(questions: Sequence[tuple[Endpoint, bytes]], limit_s: float = ANSWER_S) -> list[Reply]:
     """Ask ranks, all at the same time.
 
     Raises:
@@ -245,27 +245,27 @@ def ask(questions: Sequence[tuple[Card, bytes]], limit_s: float = ANSWER_S) -> l
     return replies
 
 
-def _ask(questions: Sequence[tuple[Card, bytes]], limit_s: float) -> list[Reply]:
+def _ask(questions: Sequence[tuple[Endpoint, bytes]], limit_s: float) -> list[Reply]:
     contacts, texts = [Contact.UNREACHABLE] * len(questions), [b""] * len(questions)
     until = time.perf_counter() + limit_s
     with ExitStack() as opened, selectors.DefaultSelector() as waiting:
         connections: list[socket.socket] = []
-        for number, (card, _) in enumerate(questions):
-            family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+        for number, (endpoint, _) in enumerate(questions):
+            family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
             connections += (opened.enter_context(socket.socket(family, socket.SOCK_STREAM)),)
             connections[-1].setblocking(False)
-            code = connections[-1].connect_ex((card.address, card.port))
+            code = connections[-1].connect_ex((endpoint.address, endpoint.port))
             if code in (0, errno.EINPROGRESS):
                 waiting.register(connections[-1], selectors.EVENT_WRITE, number)
             elif code == errno.ECONNREFUSED:
-                contacts[number] = Contact.GONE
+                contacts[number] = Contact.REFUSED
         while waiting.get_map() and (left_s := until - time.perf_counter()) > 0:
             for key, events in waiting.select(left_s):
                 number, connection, question = key.data, connections[key.data], questions[key.data][1]
                 part = b""
                 try:
                     if events & selectors.EVENT_READ:
-                        part = connection.recv(_MOST_BYTES)
+                        part = connection.recv(_MAX_BYTES)
                         texts[number] += part
                     elif code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                         raise OSError(code, os.strerror(code))  # the number determines the subclass
@@ -275,7 +275,7 @@ def _ask(questions: Sequence[tuple[Card, bytes]], limit_s: float) -> list[Reply]
                         waiting.modify(connection, selectors.EVENT_READ, number)
                         part = question
                 except (ConnectionRefusedError, ConnectionResetError):
-                    contacts[number] = Contact.GONE
+                    contacts[number] = Contact.REFUSED
                 except OSError:  # unreachable
                     pass
                 if not part:

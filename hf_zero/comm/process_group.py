@@ -71,21 +71,21 @@ def home_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def watcher_of(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
+def watcher_of(group: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
     """Return the stall watch of a process group.
 
     Args:
-        home: the process group.
+        group: the process group.
         stall_s: its limit from now on; None: unchanged.
     """
-    found = _WATCHERS.get(home)
+    found = _WATCHERS.get(group)
     if found is None:
         store: Any = dist.distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):  # under the prefixes
             store = store.underlying_store
         endpoint = (store.host, store.port) if isinstance(store, dist.TCPStore) else None
-        found = Watcher(home, endpoint, dist.get_rank(), dist.get_world_size(), stall_s)
-        _WATCHERS[home] = found
+        found = Watcher(group, endpoint, dist.get_rank(), dist.get_world_size(), stall_s)
+        _WATCHERS[group] = found
     elif stall_s is not None:
         found.stall_s = stall_s
     return found
@@ -93,10 +93,10 @@ def watcher_of(home: dist.ProcessGroup, stall_s: float | None = None) -> Watcher
 
 def reader_of() -> Reader:
     """Return the thread of the default process group that reads other ranks' memory."""
-    home = default_group()
-    found = _READERS.get(home)
+    group = default_group()
+    found = _READERS.get(group)
     if found is None:
-        found = _READERS[home] = Reader(home)
+        found = _READERS[group] = Reader(group)
     return found
 
 

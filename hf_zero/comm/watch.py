@@ -1,6 +1,6 @@
 """Blocking waits for other ranks: counted, reported by the watcher, and ended with a `StallError`.
 
-Before each blocking wait a wire stores one object, `Watch.at`. Nothing else happens in a step; see `watcher`.
+Before each blocking wait a wire stores one object, `Watch.current`. Nothing else happens in a step; see `watcher`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .inflight import Counters
 STALL_S = 30.0
 """For wires that are opened before an engine's settings are known."""
 
-SLOW = 20
+SLOW_FACTOR = 20
 """A rank that waits for no other or does not answer, and ranks that all wait for the same (a long transfer), get this many
 times `stall_s`: they may continue by themselves. Meanwhile the waiting ranks log whom they wait for. With the default
 `stall_s` it is NCCL's own limit, 10 minutes."""
@@ -55,9 +55,9 @@ class Wait:
         watch = self._watch
         if watch.verdict is not None:
             raise watch.error()
-        before = watch.at  # a call may wait for another. One thread at a time: else an ended wait would be restored
+        before = watch.current  # waits nest, in one thread: two would restore ended waits
         watch.last = self.started = time.perf_counter()
-        watch.at = self
+        watch.current = self
         try:
             self._call()
         except RuntimeError as error:
@@ -66,7 +66,7 @@ class Wait:
                 raise
             raise explained from error
         finally:
-            watch.at = before
+            watch.current = before
             watch.done += 1
             self._count.wait_s += (
                 time.perf_counter() - self.started
@@ -77,7 +77,7 @@ class Watch:
     """The waits of one wire.
 
     Attributes:
-        at: the current wait, if any. Stored by the wire, read by the watch thread.
+        current: the current wait, if any. Stored by the wire, read by the watch thread.
         done: waits that have ended.
         last: when the last wait began.
         step: optimizer steps made.
@@ -85,7 +85,7 @@ class Watch:
         phase: of the engine.
         units: names of units by message tag.
         engine: number of the engine that the wire is for, the same on every rank; 0: none.
-        among: by kind of wait, the ranks that take part if these are not all; text that follows what is waited for.
+        groups: by kind of wait, the ranks that take part if these are not all; text that follows what is waited for.
         verdict: why this rank cannot continue. Every wait that begins or breaks afterwards raises it.
         interrupts: functions that together break every wait of the wire, from another thread.
         explain: set by the watcher; called after a wait failed, with True if the connection to another rank has broken.
@@ -93,27 +93,27 @@ class Watch:
     """
 
     def __init__(self, *interrupts: Callable[[], None]) -> None:
-        self.at: Wait | None = None
+        self.current: Wait | None = None
         self.done = 0
         self.last = 0.0
         self.step = self.gathers = 0
         self.phase = "the start"
         self.units: dict[int, str] = {}
-        self.among: dict[str, str] = {}
+        self.groups: dict[str, str] = {}
         self.engine = 0
         self.verdict: str | None = None
-        self.purposes: list[str] = []
+        self.operations: list[str] = []
         self.interrupts = [*interrupts]
         self.explain: Callable[[bool], str | None] | None = None
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def operation(self, what: str) -> Iterator[None]:
         """Name a call of user code that needs all ranks, while it runs."""
-        self.purposes.append(what)
+        self.operations.append(what)
         try:
             yield
         finally:
-            self.purposes.pop()
+            self.operations.pop()
 
     def interrupt(self) -> None:
         for each in self.interrupts:

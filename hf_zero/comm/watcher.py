@@ -24,8 +24,8 @@ from typing import Any
 
 from .position import (
     ANSWER_S,
-    Card,
     Contact,
+    Endpoint,
     Listener,
     Message,
     Position,
@@ -37,7 +37,7 @@ from .position import (
     torch_wait,
     user_code,
 )
-from .watch import SLOW, STALL_S, Watch
+from .watch import SLOW_FACTOR, STALL_S, Watch
 
 _log = logging.getLogger(__name__)
 
@@ -78,34 +78,34 @@ class _Peer:
     """Another rank.
 
     Attributes:
-        is_far: there is a network between it and this rank.
-        is_known: it has been connected before. One that never was (a firewall) counts as unknown, not as unreachable.
-        silent: since when its host has not answered; None: it answers.
-        is_gone: its process has ended.
+        is_remote: there is a network between it and this rank.
+        was_reached: it has been connected before. One that never was (a firewall) counts as unknown, not as unreachable.
+        unreachable_since: since when its host has not answered; None: it answers.
+        has_exited: its process has ended.
         ended: position that it reported at its end.
     """
 
-    card: Card
+    endpoint: Endpoint
     rank: int
-    is_far: bool
-    is_known: bool = False
-    silent: float | None = None
-    is_gone: bool = False
+    is_remote: bool
+    was_reached: bool = False
+    unreachable_since: float | None = None
+    has_exited: bool = False
     ended: Position | None = None
 
     def note(self, contact: Contact, began: float) -> None:
         """Record what came of a question that was sent at `began`."""
-        self.is_known |= contact in (Contact.SILENT, Contact.ANSWERED)
-        self.is_gone |= contact is Contact.GONE and (self.is_known or not self.is_far)
+        self.was_reached |= contact in (Contact.SILENT, Contact.ANSWERED)
+        self.has_exited |= contact is Contact.REFUSED and (self.was_reached or not self.is_remote)
         if contact is not Contact.UNREACHABLE:
-            self.silent = None
-        elif self.is_far and self.is_known:
-            self.silent = self.silent or began
+            self.unreachable_since = None
+        elif self.is_remote and self.was_reached:
+            self.unreachable_since = self.unreachable_since or began
 
     @property
-    def silent_s(self) -> float:
+    def unreachable_s(self) -> float:
         """Seconds for which its host has not answered; 0: it answers, or is not known."""
-        return 0.0 if self.silent is None else time.perf_counter() - self.silent
+        return 0.0 if self.unreachable_since is None else time.perf_counter() - self.unreachable_since
 
 
 class Watcher:
@@ -118,7 +118,7 @@ class Watcher:
         stall_s: limit of waits; 0: not watched.
 
     Attributes:
-        card: of this rank.
+        endpoint: of this rank.
         engines: number of engines so far.
         groups: process groups of some ranks, by all groups of their kind: this rank's one of each.
     """
@@ -131,13 +131,13 @@ class Watcher:
         self.engines = 0
         self.groups: dict[str, Any] = {}
         self.lanes: dict[str, _Lane] = {}
-        self._met: float | None = None
+        self._endpoints_since: float | None = None
         self.hosts: list[str] = []
-        self.calm = 0.0
+        self.last_unreachable = 0.0
         """When a host was last found unreachable. TCP sends lost bytes again within the length of a cut."""
         self._peers: dict[int, _Peer] = {}
         self._listener = Listener(own_address(store), self._answer)
-        self.card = self._listener.card
+        self.endpoint = self._listener.endpoint
         self._wake, self._is_over = Event(), False
         self._thread = threading.Thread(target=self._run, name="hf_zero watch", daemon=True)
         self._thread.start()
@@ -153,21 +153,21 @@ class Watcher:
             self.lanes = {**self.lanes, lane: _Lane(self, lane)}
         self.lanes[lane].join(watch)
 
-    def meet(self, cards: Sequence[Card]) -> None:
-        """Use the cards of all ranks, by rank."""
+    def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
+        """Use the endpoints of all ranks, by rank."""
         self._peers = {
-            rank: _Peer(card, rank, card.machine != self.card.machine)
-            for rank, card in enumerate(cards)
-            if card != self.card and card.address
+            rank: _Peer(endpoint, rank, endpoint.machine != self.endpoint.machine)
+            for rank, endpoint in enumerate(endpoints)
+            if endpoint != self.endpoint and endpoint.address
         }
-        self.hosts = [card.host for card in cards]
-        self._met = time.perf_counter()
+        self.hosts = [endpoint.host for endpoint in endpoints]
+        self._endpoints_since = time.perf_counter()
         self._wake.set()  # a network that is cut soon must have been seen to work
 
     @property
-    def has_met(self) -> bool:
-        """Return whether the ranks have exchanged their cards."""
-        return self._met is not None
+    def has_endpoints(self) -> bool:
+        """Return whether the ranks have exchanged their endpoints."""
+        return self._endpoints_since is not None
 
     @property
     def tick_s(self) -> float:
@@ -175,19 +175,19 @@ class Watcher:
 
     # In any thread --------------------------------------------------------------------------------------------------
 
-    def question_all(self, message: Message, limit_s: float = ANSWER_S) -> dict[int, Reply]:
+    def ask_all_ranks(self, message: Message, limit_s: float = ANSWER_S) -> dict[int, Reply]:
         """Send a message to all other ranks. Return what came of it by rank.
 
         Raises:
             OSError: no descriptor is left.
         """
         began, peers = time.perf_counter(), [*self._peers.values()]
-        questions = [(peer.card, replace(message, token=peer.card.token).to_bytes()) for peer in peers]
+        questions = [(peer.endpoint, replace(message, token=peer.endpoint.token).to_bytes()) for peer in peers]
         replies = ask(questions, limit_s)
         for peer, reply in zip(peers, replies):
             peer.note(reply.contact, began)
-            if peer.silent is not None:
-                self.calm = time.perf_counter()
+            if peer.unreachable_since is not None:
+                self.last_unreachable = time.perf_counter()
         return {peer.rank: reply for peer, reply in zip(peers, replies)}
 
     def peer(self, rank: int) -> _Peer | None:
@@ -195,19 +195,19 @@ class Watcher:
 
     def ended(self) -> list[int]:
         """Return the ranks that have ended."""
-        return [rank for rank, peer in self._peers.items() if peer.is_gone or peer.ended is not None]
+        return [rank for rank, peer in self._peers.items() if peer.has_exited or peer.ended is not None]
 
     def unreachable(self, at_least_s: float = 0.0) -> str:
         """Return which hosts have not answered for `at_least_s`; empty: none is known."""
-        lost = [peer for peer in self._peers.values() if peer.silent_s]
-        longest_s = max((peer.silent_s for peer in lost), default=0.0)
+        lost = [peer for peer in self._peers.values() if peer.unreachable_s]
+        longest_s = max((peer.unreachable_s for peer in lost), default=0.0)
         if not lost or longest_s < at_least_s:
             return ""
         ranks: dict[str, list[int]] = {}
         for peer in lost:
-            ranks.setdefault(peer.card.host, []).append(peer.rank)
+            ranks.setdefault(peer.endpoint.host, []).append(peer.rank)
         hosts = ", ".join(f"{host} ({ranks_text(each)})" for host, each in ranks.items())
-        return f"{hosts} cannot be reached from {self.card.host}: no answer for {longest_s:.0f} s"
+        return f"{hosts} cannot be reached from {self.endpoint.host}: no answer for {longest_s:.0f} s"
 
     # In the listener's thread ---------------------------------------------------------------------------------------
 
@@ -236,9 +236,9 @@ class Watcher:
                 _log.debug("the stall watch failed", exc_info=True)
 
     def _check(self) -> None:
-        is_new = self._met is not None and time.perf_counter() - self._met < STALL_S
-        if is_new and not all(peer.is_known for peer in self._peers.values()):  # while the network works
-            self.question_all(Message())
+        is_new = self._endpoints_since is not None and time.perf_counter() - self._endpoints_since < STALL_S
+        if is_new and not all(peer.was_reached for peer in self._peers.values()):  # while the network works
+            self.ask_all_ranks(Message())
         for lane in self.lanes.values():
             lane.check(time.perf_counter())
 
@@ -248,7 +248,7 @@ class Watcher:
         for lane in lanes:
             lane.verdict = verdict
         for lane in lanes:
-            self.question_all(Message(lane.name, verdict=verdict))
+            self.ask_all_ranks(Message(lane.name, verdict=verdict))
         for lane in lanes:
             lane.end_waits(verdict)
 
@@ -261,7 +261,7 @@ class Watcher:
             self._thread.join(10)
         if self.stall_s and "" in self.lanes:
             with suppress(OSError):  # no descriptor is left
-                self.question_all(Message(position=self.lanes[""].position(ended=True)), _LEAVE_S)
+                self.ask_all_ranks(Message(position=self.lanes[""].position(ended=True)), _LEAVE_S)
         self._listener.close()
         _wait_for_gloo()
 
@@ -297,13 +297,13 @@ class _Lane:
         self.received: str | None = None
         self._watcher = watcher
         self._watches: tuple[weakref.ref[Watch], ...] = ()
-        self._purposes: list[str] = []
-        self._seen: dict[int, _Seen] = {}
+        self._operations: list[str] = []
+        self._seen: dict[int, _Progress] = {}
         self._reported_s = 0.0
 
     def join(self, watch: Watch) -> None:
         self._watches = (*(each for each in self._watches if each() is not None), weakref.ref(watch))
-        watch.explain, watch.verdict, watch.purposes = self.explain_error, self.verdict, self._purposes
+        watch.explain, watch.verdict, watch.operations = self.explain_error, self.verdict, self._operations
 
     def _open(self) -> list[Watch]:
         return [watch for each in self._watches if (watch := each()) is not None]
@@ -311,9 +311,9 @@ class _Lane:
     def position(self, *, ended: bool = False) -> Position:
         watches = self._open()
         # The one that waits, else the one that waited last.
-        waiting = [watch for watch in watches if watch.at is not None]
+        waiting = [watch for watch in watches if watch.current is not None]
         watch = max(waiting or watches, key=lambda each: each.last, default=None) or Watch()
-        at = watch.at
+        at = watch.current
         waits_for = "" if ended or self.name else torch_wait()
         if at is not None:
             waits_for = _WORDS.get(at.kind, "all ranks").format(watch.units.get(at.tag, "a unit"))
@@ -322,11 +322,11 @@ class _Lane:
             step=watch.step,
             phase=watch.phase,
             waits_for=waits_for,
-            purpose=self._purposes[-1] if self._purposes else "",
+            operation=self._operations[-1] if self._operations else "",
             code=last_error() if ended else user_code(),
             waits=sum(each.done for each in watches),
             engine=watch.engine,
-            among="" if at is None else watch.among.get(at.kind, ""),
+            group="" if at is None else watch.groups.get(at.kind, ""),
             ended=ended,
         )
 
@@ -340,14 +340,14 @@ class _Lane:
         if self.received is not None:
             self.end_waits(self.received)
             return
-        waited_s = max((now - at.started for watch in self._open() if (at := watch.at) is not None), default=0.0)
+        waited_s = max((now - at.started for watch in self._open() if (at := watch.current) is not None), default=0.0)
         if waited_s <= min(stall_s / 3, _ASK_S):
             self._seen.clear()
             self._reported_s = stall_s
             return
         replies, theirs = self._ask_all()
         for rank in range(watcher.size):
-            self._seen.setdefault(rank, _Seen(now)).note(replies.get(rank), now)
+            self._seen.setdefault(rank, _Progress(now)).note(replies.get(rank), now)
         if waited_s > stall_s and (lost := watcher.unreachable(_SILENT * stall_s)):
             lanes = [lane for lane in watcher.lanes.values() if lane.verdict is None]
             watcher.finish(self._explain(lost, _NETWORK), lanes)
@@ -363,12 +363,12 @@ class _Lane:
         for watch in watches:
             watch.verdict = verdict
         for watch in watches:
-            if watch.at is not None:
+            if watch.current is not None:
                 watch.interrupt()
 
     def _ask_all(self) -> tuple[dict[int, Reply], str | None]:
         """Return the replies of all other ranks, and a verdict of one of them."""
-        replies = self._watcher.question_all(Message(self.name))
+        replies = self._watcher.ask_all_ranks(Message(self.name))
         verdicts = [reply.message.verdict for reply in replies.values() if reply.message is not None]
         return replies, next(filter(None, verdicts), None)
 
@@ -387,7 +387,7 @@ class _Lane:
         if waited_s <= stall_s:
             return None
         # A host that is back: what was lost arrives within `stall_s`. One that is not is found by `unreachable`.
-        if late or now - watcher.calm < stall_s:
+        if late or now - watcher.last_unreachable < stall_s:
             if waited_s > self._reported_s:
                 self._reported_s = 2 * waited_s
                 self._report(waited_s, here, late)
@@ -406,10 +406,10 @@ class _Lane:
             return str(self.position())
         if peer is not None and peer.ended is not None:
             return str(peer.ended)
-        if peer is not None and peer.is_gone:
+        if peer is not None and peer.has_exited:
             return f"its process has ended{last}"
-        if peer is not None and peer.silent_s:
-            return f"cannot be reached for {peer.silent_s:.0f} s{last}"
+        if peer is not None and peer.unreachable_s:
+            return f"cannot be reached for {peer.unreachable_s:.0f} s{last}"
         if seen is None or position is None:
             return "no answer so far"
         silent_s = time.perf_counter() - seen.answered
@@ -426,11 +426,11 @@ class _Lane:
         return f"{what}.\n  " + "\n  ".join(lines) + f"\n{advice}"
 
     def _report(self, waited_s: float, here: Position, late: Sequence[int]) -> None:
-        what = f"in {here.purpose}" if here.purpose else f"for {here.waits_for}"
+        what = f"in {here.operation}" if here.operation else f"for {here.waits_for}"
         for_whom = "; ".join(f"rank {rank}: {self._line(rank)}" for rank in late) or "a network that was cut"
         lost = f"; {found}" if (found := self._watcher.unreachable()) else ""
         _log.warning(
-            "hf_zero: rank %d has waited %.0f s %s%s, for %s%s", here.rank, waited_s, what, here.among, for_whom, lost
+            "hf_zero: rank %d has waited %.0f s %s%s, for %s%s", here.rank, waited_s, what, here.group, for_whom, lost
         )
 
     # In the thread that waits ---------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ class _Lane:
         return f"rank {here.rank}, {here}: the connection to another rank has broken. {why}"
 
 
-class _Seen:
+class _Progress:
     """Holds what this rank has seen of another during one wait.
 
     Attributes:
@@ -479,17 +479,17 @@ class _Seen:
             self.moved = now
 
 
-def _patience(seen: _Seen, positions: Sequence[Position | None]) -> float:
+def _patience(seen: _Progress, positions: Sequence[Position | None]) -> float:
     """Return how long a rank may make no progress, as a multiple of `stall_s`."""
     position = seen.position
     # It does not answer, or waits for no other rank: it may read, load, compile, or call a server.
     if position is None or seen.is_silent or not position.waits_for:
-        return SLOW
+        return SLOW_FACTOR
     together = all(
         other is not None
-        and (other.waits_for, other.engine, other.step, other.purpose)
-        == (position.waits_for, position.engine, position.step, position.purpose)
+        and (other.waits_for, other.engine, other.step, other.operation)
+        == (position.waits_for, position.engine, position.step, position.operation)
         for other in positions
     )
     # Positions are known from a third of `stall_s` on, and at first each rank seems to have moved.
-    return SLOW if together else 0.5
+    return SLOW_FACTOR if together else 0.5

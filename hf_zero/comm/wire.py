@@ -34,16 +34,16 @@ class Traffic(Counters):
         return {kind: {"calls": count.calls, "bytes": count.bytes} for kind, count in self.kinds.items()}
 
 
-class Told(NamedTuple):
+class RankStatus(NamedTuple):
     """A message of one rank to all.
 
     Attributes:
-        level: the calls that the rank is in: see `Watch.doing`.
+        depth: the calls that the rank is in: see `Watch.operation`.
         reason: why it leaves the innermost one; None: it does not fail.
         value: any that pickles.
     """
 
-    level: int
+    depth: int
     reason: str | None
     value: Any
 
@@ -54,7 +54,7 @@ class Wire:
     Attributes:
         device: of the tensors that it sends; None: any.
         ragged: `reduce` accepts a source without the padding at the span's end.
-        ends_alone: a reduce ends without further messages of this rank, so ranks may wait for it at different places.
+        waits_in_any_order: a reduce ends without further messages of this rank, so ranks may wait for it at different places.
         codec: format of reduces, where it makes them shorter.
         shard_group: the wire over which one copy of the sharded state is partitioned, if not over all ranks. Its `rank` is
             the number of this rank's slice.
@@ -64,7 +64,7 @@ class Wire:
     size = 1
     device: torch.device | None = None
     ragged = True
-    ends_alone = True
+    waits_in_any_order = True
     codec: Codec | None = None
     shard_group: Wire | None = None
 
@@ -99,7 +99,7 @@ class Wire:
             tag: the span's number.
             cuts: as for `gather`.
         """
-        land(source, out, 1.0)
+        copy_scaled(source, out, 1.0)
         return DONE
 
     def average(self, source: Tensor, out: Tensor, tag: int) -> Inflight:
@@ -109,12 +109,12 @@ class Wire:
     def open_groups(self) -> None:
         """Open the process groups that the engine needs. A collective; must precede gathers and reduces."""
 
-    def send_to_rank_0(self, values: Tensor | None, landing: Tensor, source: int) -> None:
-        """Send `values` of rank `source` to rank 0's `landing` (1-D, CPU, same dtype and length). Other ranks do nothing."""
+    def send_to_rank_0(self, values: Tensor | None, received: Tensor, source: int) -> None:
+        """Send `values` of rank `source` to rank 0's `received` (1-D, CPU, same dtype and length). Other ranks do nothing."""
         if values is not None:
-            landing.copy_(values)
+            received.copy_(values)
 
-    def side(self) -> Wire:
+    def background_wire(self) -> Wire:
         """Return a separate CPU wire over the same ranks, for another thread. A collective."""
         return self
 
@@ -152,40 +152,42 @@ class Wire:
         Raises:
             RankMismatchError: another rank has left a call that this one is in; why.
         """
-        told = self.tell(Told(len(self.watch.purposes), None, value))
-        mismatch = self.mismatch(told)
+        statuses = self.exchange_statuses(RankStatus(len(self.watch.operations), None, value))
+        mismatch = self.mismatch(statuses)
         if mismatch is not None:
             raise mismatch
-        return [each.value for each in told]
+        return [each.value for each in statuses]
 
-    def tell(self, told: Told) -> list[Told]:
+    def exchange_statuses(self, status: RankStatus) -> list[RankStatus]:
         """Exchange values of ranks that may be in different calls."""
-        return [told]
+        return [status]
 
-    def mismatch(self, told: Sequence[Told]) -> RankMismatchError | None:
+    def mismatch(self, statuses: Sequence[RankStatus]) -> RankMismatchError | None:
         """Return the error of ranks that are in different calls; None if they are in the same."""
-        level = min(each.level for each in told)
-        failed = next((f" failed on rank {rank}: {each.reason}" for rank, each in enumerate(told) if each.reason), "")
-        if not failed and all(each.level == level for each in told):
+        depth = min(each.depth for each in statuses)
+        failed = next(
+            (f" failed on rank {rank}: {each.reason}" for rank, each in enumerate(statuses) if each.reason), ""
+        )
+        if not failed and all(each.depth == depth for each in statuses):
             return None
-        purposes = self.watch.purposes[level : level + 1]
-        what = purposes[0] if purposes else "what other ranks are in"
+        operations = self.watch.operations[depth : depth + 1]
+        what = operations[0] if operations else "what other ranks are in"
         error = RankMismatchError(
             f"{what}{failed or ' was ended by one rank, and others wait inside'}. Make the same calls on every rank"
         )
-        error.known_at = level
+        error.known_at = depth
         return error
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
 
-    def ranks_here(self) -> int:
+    def local_world_size(self) -> int:
         """Return the number of ranks on this machine. A collective."""
         names = self.exchange(socket.gethostname())
         return names.count(names[self.rank])
 
 
-def land(source: Tensor, out: Tensor, scale: float) -> None:
+def copy_scaled(source: Tensor, out: Tensor, scale: float) -> None:
     """Write source * scale into `out`; padding that `source` lacks becomes zero."""
     out[: source.numel()].copy_(source)
     if scale != 1.0:

@@ -18,7 +18,7 @@ from .group_gradients import GroupGradients
 from .methods import Methods
 from .on_demand import OnDemand
 from .preemption import Preemptions
-from .replaced import Replaced
+from .registration import Registration
 from .saved_tensors import SavedTensors
 from .shared_memory import SharedMemory
 from .state_dicts import StateDicts
@@ -47,6 +47,6 @@ def observers() -> list[Observer]:
         Preemptions(),
         StateDicts(),
         Writes(),
-        Replaced(),
+        Registration(),
         Unbound(),
     ]

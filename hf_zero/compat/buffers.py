@@ -30,9 +30,9 @@ from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..tiers.fingerprint import fingerprint
 
-Sign = tuple[tuple[int, ...], str]
+Signature = tuple[tuple[int, ...], str]
 """Shape and dtype."""
-Prints = dict[str, tuple[Sign, list[int]]]
+Fingerprints = dict[str, tuple[Signature, list[int]]]
 """Names, each with a sign and a digest."""
 _ALIGN = 16
 """The bytes of every buffer in a message begin at a multiple of this."""
@@ -48,14 +48,14 @@ class Buffers(Observer):
         self._model = engine.model
         # Dicts, not tensors: user code assigns buffers, and creates them in the first forward.
         self._dicts = [module._buffers for module in self._model.modules()]
-        self._live: dict[str, Sign] = {}
+        self._live: dict[str, Signature] = {}
         """In the order of their messages; the same on every rank."""
         self._slots: list[tuple[dict[str, Tensor | None], str]] = []
         self._skipped: set[tuple[int, str]] = set()
         """Places of live buffers."""
         self._own: set[str] = set()
         """Buffers that have another shape or dtype on some rank: each rank keeps its own."""
-        self._prints: Prints = {}
+        self._fingerprints: Fingerprints = {}
         self._sum = 0
         self._written: set[str] = set()
         """Written once, by all ranks alike."""
@@ -75,7 +75,7 @@ class Buffers(Observer):
 
     def _start(self) -> bool:
         """Give every rank the values of rank 0. Returns False where no rank has a buffer. A collective."""
-        everyone: list[Prints] = self._wire.exchange(_prints(self._named()))
+        everyone: list[Fingerprints] = self._wire.exchange(_fingerprints(self._named()))
         if not any(everyone):
             return False
         alike = self._alike(everyone)
@@ -93,8 +93,8 @@ class Buffers(Observer):
             name for name, module in self._model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
         }
         self._make_live([name for name in alike if name.rpartition(".")[0] in norms], alike)
-        self._prints = _prints(self._watched())
-        self._sum = _sum(self._prints)
+        self._fingerprints = _fingerprints(self._watched())
+        self._sum = _sum(self._fingerprints)
         return True
 
     def _named(self) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class Buffers(Observer):
             if name not in self._live and name not in self._own
         }  # fmt: skip
 
-    def _alike(self, everyone: Sequence[Prints]) -> dict[str, Sign]:
+    def _alike(self, everyone: Sequence[Fingerprints]) -> dict[str, Signature]:
         """Return the buffers that have one shape and dtype on all ranks, in rank 0's order; warns once of all others."""
         signs = {name: sign for name, (sign, _) in everyone[0].items()}
         names = dict.fromkeys([*signs, *(name for theirs in everyone for name in theirs)])
@@ -143,14 +143,14 @@ class Buffers(Observer):
             if buffer is not None and (id(of), name) not in skipped
         ]
 
-    def marks_to_send(self) -> list[int]:
+    def values_for_max(self) -> list[int]:
         if not self._is_watched:
             return []
         self._backwards += 1
         reshaped = [
             name
             for (of, key), (name, sign) in zip(self._slots, self._live.items())
-            if (buffer := of.get(key)) is not None and _sign(buffer) != sign
+            if (buffer := of.get(key)) is not None and _signature(buffer) != sign
         ]
         if reshaped:  # live again with the new sign, once the ranks have compared it
             self._make_live((), {}, without=reshaped)
@@ -172,30 +172,30 @@ class Buffers(Observer):
         Args:
             written: `id` of those that were written, as torch counts.
         """
-        watched, before = self._watched(), self._prints
-        self._prints = _prints(watched)
+        watched, before = self._watched(), self._fingerprints
+        self._fingerprints = _fingerprints(watched)
         for name, buffer in watched.items():
             is_counted = id(buffer) in written
-            if not is_counted and self._prints[name] == before.get(name):
+            if not is_counted and self._fingerprints[name] == before.get(name):
                 continue
             # Nothing reports the next write of a buffer whose writes torch does not count.
             if name in self._written or (name in before and not is_counted):
                 self._next.add(name)
             self._written.add(name)
-        self._sum = _sum(self._prints)
+        self._sum = _sum(self._fingerprints)
 
-    def check_highest_marks(self, highest: list[int]) -> None:
+    def check_max_values(self, highest: list[int]) -> None:
         if highest and highest[0] != _MOST - highest[1]:
             self._resolve()
         elif self._next:  # the sums are equal: all ranks have the same names here
-            self._make_live(sorted(self._next), {name: self._prints[name][0] for name in self._next})
+            self._make_live(sorted(self._next), {name: self._fingerprints[name][0] for name in self._next})
             self._forget_live()
 
     def _resolve(self) -> None:
         """Find the buffers that ranks have changed differently. A collective."""
-        told: list[tuple[Prints, set[str]]] = self._wire.exchange((self._prints, self._next))
-        everyone = [prints for prints, _ in told]
-        wanted = set[str]().union(*(names for _, names in told))
+        answers: list[tuple[Fingerprints, set[str]]] = self._wire.exchange((self._fingerprints, self._next))
+        everyone = [prints for prints, _ in answers]
+        wanted = set[str]().union(*(names for _, names in answers))
         alike = self._alike(everyone)
         wrong = [name for name in alike if any(theirs[name] != everyone[0][name] for theirs in everyone)]
         again = [name for name in alike if name in wanted and name not in wrong]
@@ -206,11 +206,13 @@ class Buffers(Observer):
         """Compare live buffers no more."""
         self._next.clear()
         self._backwards = 0
-        kept = {name: each for name, each in self._prints.items() if name not in self._live and name not in self._own}
-        self._prints, self._seen = kept, self._versions()
+        kept = {
+            name: each for name, each in self._fingerprints.items() if name not in self._live and name not in self._own
+        }
+        self._fingerprints, self._seen = kept, self._versions()
         self._sum = _sum(kept)
 
-    def _make_live(self, names: Sequence[str], signs: Mapping[str, Sign], without: Collection[str] = ()) -> None:
+    def _make_live(self, names: Sequence[str], signs: Mapping[str, Signature], without: Collection[str] = ()) -> None:
         kept = {name: sign for name, sign in self._live.items() if name not in without}
         self._live = kept | {name: signs[name] for name in names}
         self._ready = None
@@ -225,7 +227,7 @@ class Buffers(Observer):
 
     @property
     def _may_run_alone(self) -> bool:
-        return self._context.is_unsharded or not (self._context.frees or torch.is_grad_enabled())
+        return self._context.is_unsharded or not (self._context.reshards or torch.is_grad_enabled())
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         """Send rank 0's buffers where they are due, or take those that were sent. A collective in the first case."""
@@ -248,7 +250,7 @@ class Buffers(Observer):
                 self._is_due = self._takes
 
     def after_backward(self) -> None:
-        if self._live and self._engine.schedule.sync and not self._context.frees:
+        if self._live and self._engine.schedule.sync and not self._context.reshards:
             self._make_ready()
 
     def before_unsharded(self) -> None:
@@ -277,7 +279,7 @@ class Buffers(Observer):
             message[end:].fill_(True)
             for at, ((of, key), sign, start) in enumerate(zip(self._slots, self._live.values(), starts)):
                 buffer = of.get(key)
-                if buffer is not None and _sign(buffer) == sign:
+                if buffer is not None and _signature(buffer) == sign:
                     message[start : start + _nbytes(sign)].copy_(_bytes(buffer))
                 else:  # not by a tensor of all flags: a copy of host memory would wait for the device
                     message[end + at].fill_(False)
@@ -297,7 +299,7 @@ class Buffers(Observer):
         flags = message[end:].bool()
         for at, ((of, key), sign) in enumerate(zip(self._slots, self._live.values())):
             buffer = of.get(key)
-            if buffer is None or _sign(buffer) != sign:
+            if buffer is None or _signature(buffer) != sign:
                 continue
             if known and (buffer is not known[at][0] or _version(buffer) != known[at][1]):
                 continue
@@ -312,26 +314,26 @@ class Buffers(Observer):
                 buffer.copy_(value)
 
 
-def _sum(prints: Prints) -> int:
+def _sum(prints: Fingerprints) -> int:
     return sum(zlib.crc32(f"{name} {each}".encode()) for name, each in prints.items()) & _MOST
 
 
-def _prints(buffers: Mapping[str, Tensor]) -> Prints:
+def _fingerprints(buffers: Mapping[str, Tensor]) -> Fingerprints:
     """Return signs and digests of these buffers, with one wait for the device."""
     prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
     values: list[Any] = torch.stack(prints).tolist() if prints else []
-    return {name: (_sign(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
+    return {name: (_signature(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}
 
 
 def _version(buffer: Tensor | None) -> int:
     return -1 if buffer is None or buffer.is_inference() else buffer._version
 
 
-def _sign(buffer: Tensor) -> Sign:
+def _signature(buffer: Tensor) -> Signature:
     return tuple(buffer.shape), dtype_name(buffer.dtype)
 
 
-def _nbytes(sign: Sign) -> int:
+def _nbytes(sign: Signature) -> int:
     shape, dtype = sign
     return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.instance import Patches
+from ..core.patching import Patches
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..errors import ConfigError
@@ -42,7 +42,7 @@ class Compiling(Observer):
         self._patches.method(engine.model, "compile", lambda stock: self._compile)
 
     def detach(self) -> None:
-        self._patches.take_off()
+        self._patches.restore()
 
     def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """

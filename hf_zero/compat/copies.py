@@ -70,7 +70,7 @@ class Copies(Observer):
     def _values(self, params: dict[nn.Parameter, None]) -> dict[nn.Parameter, Tensor]:
         """Return full values of those of these parameters that the engine has, in their own dtypes."""
         found: dict[nn.Parameter, Tensor] = {}
-        with self._engine.wire.watch.doing("copy.deepcopy() of a sharded model"):
+        with self._engine.wire.watch.operation("copy.deepcopy() of a sharded model"):
             spans = [span for unit in self._engine.units for span in unit.spans]
             spans = [span for span in spans if not params.keys().isdisjoint(span.params)]
             if not all(span.unit.is_pinned for span in spans):

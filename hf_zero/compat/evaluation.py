@@ -26,7 +26,7 @@ class OtherDtype(Observer):
         self._dtype: torch.dtype | None = None
 
     def unit_gathered(self, unit: Unit) -> None:
-        if self._dtype is not None and not unit.is_apart:  # `GatheredParameters` shows exact values
+        if self._dtype is not None and not unit.ignores_writes:  # `GatheredParameters` shows exact values
             self._show(unit)
 
     def _show(self, unit: Unit) -> None:
@@ -35,9 +35,9 @@ class OtherDtype(Observer):
         for span in unit.spans:
             if span.full.is_floating_point() and span.full.dtype != self._dtype:
                 if unit.state is State.GATHERED:
-                    span.show(self._dtype, "evaluation", masters=False)
+                    span.push_buffer(self._dtype, "evaluation", masters=False)
                 else:
-                    span.show_released(self._dtype)
+                    span.push_released_buffer(self._dtype)
 
     @contextmanager
     def shown_in(self, dtype: torch.dtype) -> Iterator[None]:
@@ -45,7 +45,7 @@ class OtherDtype(Observer):
         engine, before = self._engine, self._dtype
         engine.quiesce()
         self._dtype = dtype
-        hidden = {span: span.hidden for unit in engine.units for span in unit.spans}
+        hidden = {span: span.buffer_depth for unit in engine.units for span in unit.spans}
         try:
             for unit in engine.units:
                 self._show(unit)
@@ -59,7 +59,7 @@ class OtherDtype(Observer):
                     event()
             finally:
                 for span, number in hidden.items():
-                    span.show_usual(range(len(span.params)), number)
+                    span.pop_buffers(range(len(span.params)), number)
                 for unit in engine.units:
                     for event in engine.events.writes_dropped:
                         event(unit)

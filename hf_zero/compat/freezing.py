@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.binding import Binding
 from ..engine.engine import Engine
 from ..engine.observer import Observer
-from ..engine.optimizer import Binding
 from ..engine.parameter import place_of
 from ..engine.unit import Unit
 from ..errors import LayoutError
@@ -67,16 +67,16 @@ class Freezing(Observer):
         changed, self._changed = self._changed, {}
         keeps = self._engine.schedule.holds_gradients
         for unit in changed:
-            if unit.follow_flags(keeps=keeps):
+            if unit.sync_requires_grad(keeps=keeps):
                 self._changed[unit] = None  # frozen, with gradients: looked at again until it has none
             self._marks[unit] = _mark_of(unit)
         for binding in self._engine.bindings:
             for segments, params in zip(binding.segments, binding.originals):
                 for segment in [each for each in segments if not each.members]:  # of no span's list
                     segment.tensor.requires_grad_(any(param.requires_grad for param in params))
-                    segment.show_flag()
+                    segment.sync_requires_grad()
         marks = b"".join(mark.to_bytes(4, "little") for mark in self._marks.values())
-        self._engine.context.flags_mark = zlib.crc32(marks) & 0x7FFFFFFF
+        self._engine.context.requires_grad_digest = zlib.crc32(marks) & 0x7FFFFFFF
 
     def _refuse_frozen(self) -> None:
         for unit in self._changed:
@@ -119,7 +119,7 @@ class Freezing(Observer):
         for param in followers:
             param.requires_grad = trains
         for segment in changed:
-            segment.show_flag()
+            segment.sync_requires_grad()
 
 
 def _mark_of(unit: Unit) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..core.instance import Patches
+from ..core.patching import Patches
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 
@@ -28,13 +28,13 @@ class Generation(Observer):
                 self._patches.method(module, "generate", partial(partial, self._generate))
 
     def detach(self) -> None:
-        self._patches.take_off()
+        self._patches.restore()
 
     def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         takes = "synced_gpus" in inspect.signature(stock).parameters
-        if takes and self._context.frees and not self._context.is_unsharded:
+        if takes and self._context.reshards and not self._context.is_unsharded:
             # Ranks meet first: transformers' own all-reduces would meet other messages of a rank that does not generate.
-            with self._context.wire.watch.doing("generate()"):
+            with self._context.wire.watch.operation("generate()"):
                 self._engine.exchange(None)
             kwargs["synced_gpus"] = True  # Seq2SeqTrainer passes False, which is right for unsharded models
         with self._context.own_buffers():

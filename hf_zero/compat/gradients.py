@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import read
-from ..core.lazy_grad import DistributedGrad, Source
+from ..comm.agreement import read_on_all_ranks
+from ..core.lazy_grad import DistributedGrad, GradSource
 from ..engine.bucket import have_local
 from ..engine.clipping import over_ranks, power_sums
 from ..engine.engine import Engine
@@ -138,10 +138,12 @@ class Gradients(Observer):
     def _store(self, span: Span, index: int, grad: Tensor | None) -> None:
         """Write this rank's elements of a parameter's gradient; None: zeros."""
         part = span.part_of(index)
-        here, there = (slice(0, 0), slice(0, 0)) if part is None else (part.here, part.there)
+        here, there = (slice(0, 0), slice(0, 0)) if part is None else (part.as_slice, part.source_slice)
         values = grad.reshape(-1)[there] if grad is not None else torch.zeros(here.stop - here.start, device="cpu")
         span.unit.wait_for_step()
-        read(self._wire, lambda: span.bucket.write(here, values.to(span.master_dtype)), may_fail=self._may_fail)
+        read_on_all_ranks(
+            self._wire, lambda: span.bucket.write(here, values.to(span.master_dtype)), may_fail=self._may_fail
+        )
 
     # Values -------------------------------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class Gradients(Observer):
         """Return the reduced gradient of a span, all ranks' slices. A collective, but for the span gathered last."""
         if self._whole is None or self._whole[0] is not span:
             self._whole, mine = None, slice(0, span.local_numel)
-            own = read(self._wire, lambda: span.bucket.read(mine).to(span.device), may_fail=self._may_fail)
+            own = read_on_all_ranks(self._wire, lambda: span.bucket.read(mine).to(span.device), may_fail=self._may_fail)
             whole = own
             if span.layout.shards > 1:
                 whole = torch.empty(span.layout.numel, dtype=span.master_dtype, device=span.device)
@@ -167,11 +169,11 @@ class Gradients(Observer):
 
         def change() -> None:
             if part is not None:
-                elements = bucket.read(part.here)
-                run(elements, lambda other: other.reshape(-1)[part.there].to(elements.device))
-                bucket.write(part.here, elements)
+                elements = bucket.read(part.as_slice)
+                run(elements, lambda other: other.reshape(-1)[part.source_slice].to(elements.device))
+                bucket.write(part.as_slice, elements)
 
-        read(self._wire, change, may_fail=self._may_fail)
+        read_on_all_ranks(self._wire, change, may_fail=self._may_fail)
         self._forget()
 
     @torch.no_grad()
@@ -186,18 +188,18 @@ class Gradients(Observer):
                     having = [index for index, present in enumerate(span.bucket.present) if present]
                     if span.bucket.grad is not None and having:
                         parts = [span.part_of(index) for index in having]
-                        values = [span.bucket.read(slice(0, 0) if part is None else part.here) for part in parts]
+                        values = [span.bucket.read(slice(0, 0) if part is None else part.as_slice) for part in parts]
                         places.extend(_place(span.params[index]) for index in having)
                         powers.append(power_sums(values, order).to(span.device))
 
-            read(self._wire, measure, may_fail=self._may_fail)
+            read_on_all_ranks(self._wire, measure, may_fail=self._may_fail)
             is_shared = self.engine.context.layout.shards > 1
             norms = over_ranks(torch.cat(powers), order, self._wire, is_shared=is_shared)
             self._norms[order] = dict(zip(places, norms.unbind()))
         return self._norms[order].pop(place)
 
 
-class _OfParameter(Source):
+class _OfParameter(GradSource):
     """The reduced gradient of a parameter."""
 
     def __init__(self, gradients: Gradients, place: Place) -> None:
@@ -211,7 +213,7 @@ class _OfParameter(Source):
 
     def values(self) -> Tensor:
         slot, gradients = self._place.span.layout.slots[self._place.index], self._gradients
-        with gradients.engine.wire.watch.doing(self._check()):
+        with gradients.engine.wire.watch.operation(self._check()):
             return gradients.gathered(self._place.span)[slot.offset : slot.stop].view(slot.spec.shape)
 
     def write(self, values: Tensor) -> None:
@@ -222,7 +224,7 @@ class _OfParameter(Source):
         self._gradients.change(self._place, run)
 
     def norm(self, order: float) -> Tensor:
-        with self._gradients.engine.wire.watch.doing(self._check()):
+        with self._gradients.engine.wire.watch.operation(self._check()):
             return self._gradients.norm(self._place, order)
 
 

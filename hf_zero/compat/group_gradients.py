@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..core.lazy_grad import DistributedGrad, Source
+from ..core.lazy_grad import DistributedGrad, GradSource
 from ..engine.clipping import over_ranks, power_sum
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
@@ -69,7 +69,7 @@ class GroupGradients(Observer):
 
     def after_zero_grad(self) -> None:
         self._forget()
-        for segment in [segment for segment in self._shown if not segment.has_grad and not self._stands_in(segment)]:
+        for segment in [segment for segment in self._shown if not segment.has_grad and not self._shows_zeros(segment)]:
             self._retire(segment)
 
     def gradients_written(self, span: Span) -> None:
@@ -83,7 +83,7 @@ class GroupGradients(Observer):
         arrived = [segment.span.bucket.had_local[index] for index in segment.members]
         # With step_in_backward gradients no longer exist; using them raises an error.
         is_gone = self.engine.config.step_in_backward and any(arrived)
-        if not segment.has_grad and not is_gone and not self._stands_in(segment):
+        if not segment.has_grad and not is_gone and not self._shows_zeros(segment):
             return None
         if segment not in self._shown:
             like = torch.empty(segment.shape, dtype=segment.span.master_dtype, device="meta")
@@ -106,15 +106,17 @@ class GroupGradients(Observer):
                     f"a gradient of shape {tuple(grad.shape)} was assigned to a tensor of {tuple(segment.shape)}"
                 )
             self._retire(segment, is_replaced=True)
-            bucket.write(segment.here, grad.detach().reshape(-1))
+            bucket.write(segment.as_slice, grad.detach().reshape(-1))
             segment.is_cleared = False
             for index in segment.members:
                 bucket.present[index] = bucket.had_local[index] = True
-        elif segment.has_grad or self._stands_in(segment):
+        elif segment.has_grad or self._shows_zeros(segment):
             self._retire(segment)
             if segment.has_grad:  # other ranks have other members: parameters keep theirs, as zeros
                 segment.span.unit.wait_for_step()
-                bucket.write(segment.here, torch.zeros(segment.numel, dtype=segment.span.master_dtype, device="cpu"))
+                bucket.write(
+                    segment.as_slice, torch.zeros(segment.numel, dtype=segment.span.master_dtype, device="cpu")
+                )
             segment.is_cleared = True
             group, params = self._group_of(segment)
             if not any(each.has_grad for each in group):  # all of the group is cleared, on every rank
@@ -167,12 +169,12 @@ class GroupGradients(Observer):
         places = [place for param in params if (place := place_of(param)) is not None]
         return group[:1] if any(place.span.bucket.present[place.index] for place in places) else []
 
-    def _stands_in(self, segment: Segment) -> bool:
+    def _shows_zeros(self, segment: Segment) -> bool:
         group, params = self._group_of(segment)
         return segment in group[:1] and segment in self._with_gradient(group, params)
 
     def _power_sum(self, segments: list[Segment], order: float) -> Tensor:
-        values = [each.span.bucket.read(each.here).reshape(-1) for each in segments if each.has_grad]
+        values = [each.span.bucket.read(each.as_slice).reshape(-1) for each in segments if each.has_grad]
         return power_sum(values, order, self._device)
 
     @torch.no_grad()
@@ -205,16 +207,16 @@ class GroupGradients(Observer):
             self._left[number] = left = (self._left.get(number) or len(group)) - 1
             mine, waits = float(powers.pop()), True
             while waits:
-                told = (self._wire.shard_group or self._wire).exchange((number, order, left, mine))
-                if any(each[:2] != (number, order) for each in told):
+                answers = (self._wire.shard_group or self._wire).exchange((number, order, left, mine))
+                if any(each[:2] != (number, order) for each in answers):
                     raise RankMismatchError(
                         f"norms of values computed from gradients of the optimizer's groups: rank {self._wire.rank} asks for "
                         f"order {order} of group {number}, others for something else. Take norms group by group, one order "
                         "at a time"
                     )
-                powers += [torch.tensor(each[3], dtype=torch.float64, device=self._device) for each in told]
+                powers += [torch.tensor(each[3], dtype=torch.float64, device=self._device) for each in answers]
                 mine = float(power_sum([], order, self._device))
-                waits = left == 0 and any(each[2] for each in told)
+                waits = left == 0 and any(each[2] for each in answers)
         together = torch.stack(powers)
         power = together.max() if math.isinf(order) else together.sum()
         return over_ranks(power, order, self._wire, is_shared=False)
@@ -233,7 +235,7 @@ class GroupGradients(Observer):
         return self._overflow[number]
 
 
-class _OfSegment(Source):
+class _OfSegment(GradSource):
     """The reduced gradient of the elements that an optimizer's group holds on this rank."""
 
     def __init__(self, gradients: GroupGradients, segment: Segment, own: Tensor | None) -> None:
@@ -252,13 +254,13 @@ class _OfSegment(Source):
         segment = self._segment
         if not segment.has_grad:
             return torch.zeros(segment.shape, dtype=segment.span.master_dtype, device=segment.tensor.device)
-        return segment.span.bucket.read(segment.here).view(segment.shape)
+        return segment.span.bucket.read(segment.as_slice).view(segment.shape)
 
     def write(self, values: Tensor) -> None:
         if not self._segment.has_grad:
             self._gradients.gradients_written(self._segment.span)
         elif self.is_alive:
-            self._segment.span.bucket.write(self._segment.here, values.reshape(-1))
+            self._segment.span.bucket.write(self._segment.as_slice, values.reshape(-1))
 
     def norm(self, order: float) -> Tensor:
         if self.own is not None:
@@ -272,11 +274,11 @@ class _OfSegment(Source):
         self._check()
         return self._gradients.overflow(self._segment)
 
-    def derived(self, values: Tensor) -> Source:
+    def derived(self, values: Tensor) -> GradSource:
         return _Derived(self._gradients, self._segment, values)
 
 
-class _Derived(Source):
+class _Derived(GradSource):
     """A result computed element by element from a gradient of the groups."""
 
     is_slice = True
@@ -294,5 +296,5 @@ class _Derived(Source):
     def norm(self, order: float) -> Tensor:
         return self._gradients.norm_of(self._segment, self._values, order)
 
-    def derived(self, values: Tensor) -> Source:
+    def derived(self, values: Tensor) -> GradSource:
         return _Derived(self._gradients, self._segment, values)

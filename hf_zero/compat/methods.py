@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..core.instance import Patches
+from ..core.patching import Patches
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..engine.parameter import place_of
@@ -39,7 +39,7 @@ class Methods(Observer):
                 method(module, "_apply", partial(partial, self._apply, module))
 
     def detach(self) -> None:
-        self._patches.take_off()
+        self._patches.restore()
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:

@@ -62,7 +62,7 @@ class OnDemand(Observer):
         calls: list[tuple[Unit, Calls]] = [(unit, []) for unit in units]
         found: list[Tensor] = []
         try:
-            with self._wire.watch.doing(f"{name}() of a sharded parameter"):
+            with self._wire.watch.operation(f"{name}() of a sharded parameter"):
                 for unit, call in calls:
                     self._schedule.begin_use(unit, call)
             result = run()
@@ -119,8 +119,8 @@ class OnDemand(Observer):
             # Memory that numpy has seen cannot be resized, also when the array is gone.
             is_fixed = not span.full.untyped_storage().resizable()
             is_seen = is_untracked and span.has_outside_views
-            if not span.stays and (alive or is_fixed or is_seen):
-                span.leave_storage()
+            if not span.is_persistent and (alive or is_fixed or is_seen):
+                span.move_to_new_storage()
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         self._end_views()

@@ -72,10 +72,10 @@ class Preemptions(Observer):
         if self.current is not None:
             self.current.close()
 
-    def marks_to_send(self) -> list[int]:
+    def values_for_max(self) -> list[int]:
         return [int(self.current is not None and self.current.signalled)]
 
-    def check_highest_marks(self, highest: list[int]) -> None:
+    def check_max_values(self, highest: list[int]) -> None:
         if self.current is not None:
             self.current.agreed = bool(highest[0])
 

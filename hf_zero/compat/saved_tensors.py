@@ -36,7 +36,7 @@ Unpack = Callable[[Any], Tensor]
 _hooks: Any = torch._C._autograd
 
 
-class Saved:
+class SavedTensor:
     """A tensor that a graph saved. Torch checks no version of what hooks return."""
 
     __slots__ = ("__weakref__", "is_parameter", "tensor", "unit", "version")
@@ -55,7 +55,7 @@ class SavedTensors(Observer):
         self._schedule = weakref.ref(engine.schedule)  # graphs hold these hooks, and must not hold the engine
         self._spans: dict[int, weakref.ref[Span]] = {}
         """By address of a storage, the span that has it, or had it: see `_span_of`."""
-        self._saved: dict[int, set[weakref.ref[Saved]]] = {}
+        self._saved: dict[int, set[weakref.ref[SavedTensor]]] = {}
         """By address of a storage, what graphs hold of it: see `_pack`."""
         self._left = _BACKWARDS
         # Units and spans by number: graphs hold this, and must not hold these.
@@ -89,7 +89,7 @@ class SavedTensors(Observer):
             # Memory that numpy has seen cannot be resized, also when the array is gone.
             views = span.outside_views
             if (views > 0 and not self._are_saved(span, views)) or not span.full.untyped_storage().resizable():
-                span.leave_storage()
+                span.move_to_new_storage()
                 self._watched.add(unit.index)
 
     def _are_saved(self, span: Span, views: int) -> bool:
@@ -125,7 +125,7 @@ class SavedTensors(Observer):
         if not _hooks._saved_tensors_hooks_is_enabled():  # inside torch.func
             return None
         outer = _hooks._top_saved_tensors_default_hooks(True)
-        while outer is not None and _is_left(outer[0]):
+        while outer is not None and _is_stale(outer[0]):
             _hooks._pop_saved_tensors_default_hooks()
             outer = _hooks._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
@@ -138,12 +138,12 @@ class SavedTensors(Observer):
         _hooks._push_saved_tensors_default_hooks(pack, unpack)
         return pack
 
-    def _pack(self, tensor: Tensor) -> Saved:
+    def _pack(self, tensor: Tensor) -> SavedTensor:
         memory = storage_of(tensor)
         span = self._span_of(memory)
         if span is None:
-            return Saved(tensor, None)
-        saved = Saved(tensor, span.unit)
+            return SavedTensor(tensor, None)
+        saved = SavedTensor(tensor, span.unit)
         # The callback is no Python code, unlike a WeakSet's: Python drops what a signal's handler raises in a callback.
         known = self._saved[memory]
         known.add(weakref.ref(saved, known.discard))
@@ -155,7 +155,7 @@ class SavedTensors(Observer):
         # A span may have left its storage, whose address then belongs to any other.
         return None if span is None or storage_of(span.full) != memory else span
 
-    def _unpack(self, saved: Saved) -> Tensor:
+    def _unpack(self, saved: SavedTensor) -> Tensor:
         unit = None
         if saved.unit is not None:
             schedule, unit = self._schedule(), saved.unit()
@@ -180,12 +180,12 @@ class SavedTensors(Observer):
             return self._pack(tensor) if self._span_of(storage_of(tensor)) is not None else (pack(tensor),)
 
         def unpacked(saved: Any) -> Tensor:
-            return self._unpack(saved) if type(saved) is Saved else unpack(saved[0])
+            return self._unpack(saved) if type(saved) is SavedTensor else unpack(saved[0])
 
         return packed, unpacked
 
 
-def _is_left(pack: Pack) -> bool:
+def _is_stale(pack: Pack) -> bool:
     """Return whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
     owner = getattr(pack, "__self__", None)
     return isinstance(owner, SavedTensors) and owner._schedule() is None

@@ -1,7 +1,7 @@
 """`state_dict()` and `load_state_dict()` of a sharded model and of its parts.
 
 `state_dict()` gives full CPU tensors in the parameters' own dtypes, from the masters. These are copies and cannot be written
-(`core.entry`). Ranks other than 0 get meta tensors where their host memory has no room. It is a collective, except where full
+(`StateDictEntry`). Other ranks get meta tensors where their host memory has no room. It is a collective, except where full
 parameters show what the masters have: at stages 0 to 2 in the parameters' own dtype. Tied parameters are one tensor.
 
 The modules' parameters are replaced by those copies while the stock method runs: hooks and overrides of user code see values.
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.entry import entry, with_own_storage
-from ..core.instance import Patches
+from ..core.patching import Patches
 from ..core.precision import dtype_of
+from ..core.state_dict_entry import state_dict_entry, with_own_storage
 from ..engine.build import full_values
 from ..engine.engine import Engine
 from ..engine.observer import Observer
@@ -52,7 +52,7 @@ class StateDicts(Observer):
                 self._patches.method(module, "load_state_dict", partial(partial, self._load, module))
 
     def detach(self) -> None:
-        self._patches.take_off()
+        self._patches.restore()
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class StateDicts(Observer):
         mine = {place.span for place in places}
         spans = [span for index in sorted(order) for span in order[index].spans if span in mine]
         self._context.check()
-        with self._wire.watch.doing("state_dict()"):
+        with self._wire.watch.operation("state_dict()"):
             if not self._context.is_unsharded:
                 self._engine.follow_writes()  # full parameters lack what user code wrote to the optimizer's tensors
             if not all(map(self._is_shown, spans)):
@@ -100,13 +100,13 @@ class StateDicts(Observer):
                         value = span.view(index).to("cpu", copy=True)
                     else:
                         value = whole[slot.offset : slot.stop].view(slot.spec.shape).to("cpu", dtype, copy=True)
-                    found[span.params[index]] = entry(value, is_moved=span.device.type != "cpu")
+                    found[span.params[index]] = state_dict_entry(value, is_moved=span.device.type != "cpu")
         return found
 
     def _is_shown(self, span: Span) -> bool:
         """Return whether full parameters have the masters' values in their own dtype. The same on every rank."""
-        is_own = span.full.dtype == _own_dtype(span) and span.codec is None and not span.hidden
-        return is_own and not self._context.frees and not span.is_old and not span.unit.is_pinned
+        is_own = span.full.dtype == _own_dtype(span) and span.codec is None and not span.buffer_depth
+        return is_own and not self._context.reshards and not span.is_old and not span.unit.is_pinned
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class StateDicts(Observer):
         try:
             found = stock(state_dict, strict=strict, assign=assign)
         finally:
-            loads.take_off()
+            loads.restore()
         self._context.raise_failures("load_state_dict()")
         coded = {_span_of(param): None for _, _, param in holders if _span_of(param).codec is not None}
         if coded:  # full parameters show what codes stand for, as after every gather
@@ -141,7 +141,7 @@ class StateDicts(Observer):
         Raises:
             RankMismatchError: rank 0 has none.
         """
-        with self._wire.watch.doing("load_state_dict()"):
+        with self._wire.watch.operation("load_state_dict()"):
             is_meta = self._wire.exchange(any(isinstance(value, Tensor) and value.is_meta for value in state.values()))
         if is_meta[0]:
             raise RankMismatchError("load_state_dict: rank 0's tensors are on the meta device. It must have the values")

@@ -24,7 +24,7 @@ from ..engine.observer import Observer
 from ..engine.parameter import place_of
 from ..engine.span import Span
 from ..engine.unit import State, Unit
-from ..engine.written import keep
+from ..engine.write_back import write_back_in_place
 from ..errors import RankMismatchError, StateError
 from ..tiers.fingerprint import fingerprint
 from ..tiers.tier import Tier
@@ -63,16 +63,16 @@ class Writes(Observer):
 
     def before_save(self) -> None:
         """Carry all writes into the masters."""
-        if self._context.frees:
+        if self._context.reshards:
             for unit in self._units:
                 if unit.state is State.GATHERED:
-                    self._find(unit)
+                    self._find_writes(unit)
             return
         with torch._C.DisableTorchFunctionSubclass():
             total = sum(map(_version, self._params))
         if self._marked or total != sum(self._totals):
             for unit in self._units:
-                self._find(unit)
+                self._find_writes(unit)
 
     def before_load(self) -> None:
         """Forget edits: ranks that made different ones get the same values."""
@@ -80,7 +80,7 @@ class Writes(Observer):
         self._edits.clear()
 
     def unit_released(self, unit: Unit) -> None:
-        self._find(unit)
+        self._find_writes(unit)
         for span in unit.spans if self._marked or self._shown else ():
             self._marked.pop(span, None)
             self._shown.pop(span, None)
@@ -89,75 +89,75 @@ class Writes(Observer):
         for span in unit.spans if self._shown else ():
             self._shown.pop(span, None)
         if self._marked:
-            self._renew(unit)
+            self._record_digests(unit)
 
     def masters_written(self, unit: Unit) -> None:
         # Where a master is the memory of `local`, it has the writes, and a digest of both tells nothing.
-        self._find(unit, [span for span in unit.spans if not span.is_alias])
+        self._find_writes(unit, [span for span in unit.spans if not span.master_is_local])
         self.writes_dropped(unit)
 
     def writes_dropped(self, unit: Unit) -> None:
-        self._see(unit)
-        self._renew(unit)
+        self._record_versions(unit)
+        self._record_digests(unit)
 
     def master_read(self, span: Span) -> None:
-        if not self._context.frees or span.unit.state is State.GATHERED:
-            self._find(span.unit)
+        if not self._context.reshards or span.unit.state is State.GATHERED:
+            self._find_writes(span.unit)
 
     def data_read(self, param: Tensor, values: Tensor) -> None:
         place = place_of(param)
-        if place is None or (self._context.frees and place.unit.state is not State.GATHERED):
+        if place is None or (self._context.reshards and place.unit.state is not State.GATHERED):
             return
         span, index = place.span, place.index
-        if span.layout.shards == 1 and span.is_alias:
+        if span.layout.shards == 1 and span.master_is_local:
             return  # user code writes the master itself
         marked = self._marked.setdefault(span, {})
         if index not in marked:
-            [marked[index]] = _prints([span.view(index)])
+            [marked[index]] = _fingerprints([span.view(index)])
 
     def data_assigned(self, param: Tensor, values: Tensor) -> None:
         place = place_of(param)
-        if place is None or place.unit.is_apart:
+        if place is None or place.unit.ignores_writes:
             return
         span, index = place.span, place.index
         # The assigned values replace what was written in place before.
         [self._versions[span][index]] = _versions([param])
-        self._note(span, [index], [values.to(span.view(index))])
+        self._record_edit(span, [index], [values.to(span.view(index))])
 
     # What -------------------------------------------------------------------------------------------------------------
 
-    def _find(self, unit: Unit, spans: Sequence[Span] | None = None) -> None:
+    def _find_writes(self, unit: Unit, spans: Sequence[Span] | None = None) -> None:
         """Carry what was written to a unit's parameters, which are readable, since the last call.
 
         Args:
             spans: of the unit, these alone; None: all.
         """
-        if unit.is_apart:
+        if unit.ignores_writes:
             return
         spans = unit.spans if spans is None else spans
         with torch._C.DisableTorchFunctionSubclass():
             total = sum(map(_version, unit.params))
         if total != self._totals[unit.index]:
             changed = [(span, self._rewritten(span)) for span in spans]
-            alone = [self._alone(span, written) for span, written in changed]
-            self._see(unit)  # before `keep`, which may read masters
+            alone = [self._same_everywhere(span, written) for span, written in changed]
+            self._record_versions(unit)  # before `write_back_in_place`, which may read masters
             for (span, written), noted in zip(changed, alone):
-                self._keep(span, written, noted)
+                self._write_back(span, written, noted)
         for span in spans if self._marked else ():
             if span in self._marked:
                 marked = self._marked[span]
                 written = [index for index, found in _digests(span, marked) if found != marked[index]]
-                self._keep(span, written, self._alone(span, written))
+                self._write_back(span, written, self._same_everywhere(span, written))
                 if not span.has_outside_views:
                     del self._marked[span]
 
-    def _see(self, unit: Unit) -> None:
+    def _record_versions(self, unit: Unit) -> None:
         """Writes up to now are known."""
         for span in unit.spans:
             self._versions[span] = _versions(span.params)
         self._totals[unit.index] = sum(sum(self._versions[span]) for span in unit.spans)
 
-    def _renew(self, unit: Unit) -> None:
+    def _record_digests(self, unit: Unit) -> None:
         """Take values up to now as known."""
         for span in unit.spans if self._marked else ():
             if span in self._marked:
@@ -167,7 +167,7 @@ class Writes(Observer):
         """Return the parameters that were written in place since the last call, as torch counts."""
         return [index for index, (a, b) in enumerate(zip(self._versions[span], _versions(span.params))) if a != b]
 
-    def _alone(self, span: Span, written: Sequence[int]) -> list[int]:
+    def _same_everywhere(self, span: Span, written: Sequence[int]) -> list[int]:
         """Return those of the written parameters whose values are the same on every rank where user code wrote the same.
 
         Of the others each rank's memory shows its own part of what was written to the optimizer's tensors.
@@ -175,8 +175,8 @@ class Writes(Observer):
         Raises:
             StateError: user code wrote the optimizer's tensors of these parameters, too, in other memory.
         """
-        both = {*self._engine.beside_written([span.params[index] for index in written])} if written else set()
-        if both and not span.is_alias:
+        both = {*self._engine.with_group_writes([span.params[index] for index in written])} if written else set()
+        if both and not span.master_is_local:
             first = next(index for index in written if span.params[index] in both)
             raise StateError(
                 f"parameter {span.name_of(first)!r} and tensors of its optimizer group were written, and no forward or step "
@@ -184,13 +184,13 @@ class Writes(Observer):
             )
         return [index for index in written if span.params[index] not in both]
 
-    def _keep(self, span: Span, written: Sequence[int], noted: list[int]) -> None:
+    def _write_back(self, span: Span, written: Sequence[int], noted: list[int]) -> None:
         if written:
-            keep(span, written, self._shown.get(span))
+            write_back_in_place(span, written, self._shown.get(span))
         if noted:
-            self._note(span, noted, [span.view(index) for index in noted])
+            self._record_edit(span, noted, [span.view(index) for index in noted])
 
-    def _note(self, span: Span, written: list[int], values: list[Tensor]) -> None:
+    def _record_edit(self, span: Span, written: list[int], values: list[Tensor]) -> None:
         """Record these values of parameters, which the masters have.
 
         Raises:
@@ -205,7 +205,7 @@ class Writes(Observer):
         if span.codec is not None and span.is_readable:
             self._shown[span] = span.local.clone()
         marked = self._marked.get(span, {})
-        for index, found in zip(written, _prints(values)) if marked or span.layout.shards > 1 else ():
+        for index, found in zip(written, _fingerprints(values)) if marked or span.layout.shards > 1 else ():
             if index in marked:
                 marked[index] = found
             name = span.name_of(index)
@@ -214,12 +214,12 @@ class Writes(Observer):
 
     # All ranks --------------------------------------------------------------------------------------------------------
 
-    def marks_to_send(self) -> list[int]:
+    def values_for_max(self) -> list[int]:
         """Return a number that is the same on every rank where the same was written, and its complement."""
         mark = self._mark & _MOST
         return [mark, _MOST - mark]
 
-    def check_highest_marks(self, highest: list[int]) -> None:
+    def check_max_values(self, highest: list[int]) -> None:
         """
         Raises:
             RankMismatchError: ranks wrote other values.
@@ -247,10 +247,10 @@ def _mark(name: str, found: list[int] | None) -> int:
 
 
 def _digests(span: Span, indices: Collection[int]) -> Iterable[tuple[int, list[int]]]:
-    return zip(indices, _prints([span.view(index) for index in indices]))
+    return zip(indices, _fingerprints([span.view(index) for index in indices]))
 
 
-def _prints(values: Sequence[Tensor]) -> list[list[int]]:
+def _fingerprints(values: Sequence[Tensor]) -> list[list[int]]:
     """Return a digest of each, with one wait for the device."""
     found: list[list[int]] = torch.stack([fingerprint(each.detach()) for each in values]).tolist()
     return found

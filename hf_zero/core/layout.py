@@ -118,20 +118,20 @@ class Extent(Generic[S]):
         return self.start + self.numel
 
     @property
-    def here(self) -> slice:
+    def as_slice(self) -> slice:
         return slice(self.start, self.start + self.numel)
 
     @property
-    def there(self) -> slice:
+    def source_slice(self) -> slice:
         """Return the range in `source`."""
         return slice(self.source_start, self.source_start + self.numel)
 
-    def cut(self, start: int, stop: int) -> Extent[S] | None:
+    def intersect(self, start: int, stop: int) -> Extent[S] | None:
         """Return the part from `start` to `stop`, counted as `self.start`; None if it is empty."""
         low, high = max(self.start, start), min(self.stop, stop)
         return Extent(self.source, self.source_start + low - self.start, low, high - low) if low < high else None
 
-    def moved(self, by: int) -> Extent[S]:
+    def shifted(self, by: int) -> Extent[S]:
         """Return the same elements with `start` increased by `by`."""
         return Extent(self.source, self.source_start, self.start + by, self.numel)
 
@@ -144,13 +144,13 @@ class SpanLayout:
         index: unique in the layout.
         slots: the parameters.
         used_numel: without the padding at the end.
-        slice_numel: elements of every rank's slice. Of ragged slices: of the largest, or of one rank's (`Layout.seen_from`).
+        slice_numel: elements of every rank's slice. Of ragged slices: of the largest, or of one rank's (`Layout.for_rank`).
         shards: number of slices.
         cuts: offsets of ragged slices and the end; empty for equal slices.
         owned_slots: for an optimizer of full matrices: the parameters in the slice of the rank that `slice_numel` describes.
-        share: the part of `owned_slots` that counts, see `Layout.evened`.
+        share: the part of `owned_slots` that counts, see `Layout.for_average_rank`.
         is_updated: an optimizer has the span.
-        is_whole: an optimizer of full matrices has it: no slice and no tier has a part of one.
+        is_unsliced: an optimizer of full matrices has it: no slice and no tier has a part of one.
     """
 
     index: int
@@ -163,11 +163,11 @@ class SpanLayout:
     share: float = 1.0
     trainable: bool = field(init=False, repr=False, compare=False)
     is_updated: bool = field(init=False, repr=False, compare=False)
-    is_whole: bool = field(init=False, repr=False, compare=False)
+    is_unsliced: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         spec = self.slots[0].spec
-        object.__setattr__(self, "is_whole", spec.step_cost > 0)
+        object.__setattr__(self, "is_unsliced", spec.step_cost > 0)
         object.__setattr__(self, "trainable", spec.trainable)  # stored: read for each span in every step
         object.__setattr__(self, "is_updated", spec.trainable and spec.optimizer >= 0)
 
@@ -189,8 +189,8 @@ class SpanLayout:
     def part_of(self, slot: Slot, rank: int) -> Extent[Slot] | None:
         """Return the part of a parameter that `rank` owns, if any. Starts count in the rank's slice."""
         low, high = self.bounds(rank)
-        part = Extent(slot, 0, slot.offset, slot.spec.numel).cut(low, high)
-        return None if part is None else part.moved(-low)
+        part = Extent(slot, 0, slot.offset, slot.spec.numel).intersect(low, high)
+        return None if part is None else part.shifted(-low)
 
     def overlaps(self, rank: int) -> Iterator[Extent[Slot]]:
         """Return the parts of all parameters that `rank` owns, in order. Starts count in the rank's slice."""
@@ -323,7 +323,7 @@ class Layout:
         found = [at for at, use in enumerate(uses) if use.first and use.is_reached and use.last < end]
         return sorted(found, key=lambda at: uses[at].last, reverse=True)
 
-    def seen_from(self, rank: int) -> Layout:
+    def for_rank(self, rank: int) -> Layout:
         """Return the layout with `slice_numel` of ragged slices as this rank's."""
         if not any(span.cuts for span in self.spans):
             return self
@@ -334,18 +334,18 @@ class Layout:
                 replace(span, slice_numel=high - low, owned_slots=_owned(span, rank), share=1.0) if span.cuts else span
             )
 
-        return self._each(own)
+        return self._map_spans(own)
 
-    def evened(self) -> Layout:
+    def for_average_rank(self) -> Layout:
         """Return the layout of an average rank: each ragged slice has the part that the rank with most elements owns."""
         share = max(self.imbalance(), default=0.0) / self.shards
 
         def even(span: SpanLayout) -> SpanLayout:
             return replace(span, slice_numel=ceil(span.numel * share), owned_slots=span.slots, share=share)
 
-        return self._each(lambda span: even(span) if span.cuts else span) if share else self
+        return self._map_spans(lambda span: even(span) if span.cuts else span) if share else self
 
-    def _each(self, of: Callable[[SpanLayout], SpanLayout]) -> Layout:
+    def _map_spans(self, of: Callable[[SpanLayout], SpanLayout]) -> Layout:
         units = (replace(unit, spans=tuple(map(of, unit.spans))) for unit in self.units)
         return replace(self, units=tuple(units))
 
@@ -375,21 +375,21 @@ class Layout:
         out: list[UnitLayout] = []
         index = 0
         units = [(name, list(specs)) for name, specs in units]
-        owner_of = _deal([spec for _, specs in units for spec in specs], shards)
+        owner_of = _assign_owners([spec for _, specs in units for spec in specs], shards)
         for name, specs in units:
             buckets: dict[SpanKey, list[ParamSpec]] = {}
             for spec in specs:
                 buckets.setdefault(spec.key, []).append(spec)
             spans = []
             for bucket in buckets.values():
-                spans.append(_cut(index, bucket, shards, owner_of))
+                spans.append(_partition(index, bucket, shards, owner_of))
                 index += 1
             out.append(UnitLayout(name, tuple(spans)))
         order = [Visit(place) for place in range(len(out))] if visits is None else visits
         return Layout(tuple(out), shards, tuple(order))
 
 
-def _deal(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
+def _assign_owners(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
     """Return the owner of each parameter that has one, by its name."""
     loads = [(0, 0, rank) for rank in range(shards)]
     owner_of = {}
@@ -402,7 +402,7 @@ def _deal(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
     return owner_of
 
 
-def _cut(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[str, int]) -> SpanLayout:
+def _partition(index: int, specs: Sequence[ParamSpec], shards: int, owner_of: Mapping[str, int]) -> SpanLayout:
     is_whole = specs[0].step_cost > 0 and shards > 1
     specs = sorted(specs, key=lambda spec: (is_whole and owner_of[spec.name], spec.numel % ALIGN_NUMEL != 0))
     slots, offset = [], 0

@@ -1,4 +1,4 @@
-"""Lazy gradients: tensors of true shape without memory, whose elements a `Source` provides.
+"""Lazy gradients: tensors of true shape without memory, whose elements a `GradSource` provides.
 
 Operations on a `DistributedGrad`:
 
@@ -30,7 +30,7 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """Called by `torch.amp.GradScaler` for the gradients of one optimizer."""
 
 
-class Source:
+class GradSource:
     """Provides the elements of one lazy gradient.
 
     Attributes:
@@ -72,7 +72,7 @@ class Source:
         """Return 1 (0-dim) if any rank has a gradient of the same optimizer that is not finite."""
         raise NotImplementedError
 
-    def derived(self, values: Tensor) -> Source:
+    def derived(self, values: Tensor) -> GradSource:
         """Return the source of an elementwise operation's result over a slice."""
         raise NotImplementedError
 
@@ -87,13 +87,13 @@ class DistributedGrad(Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    source: Source
+    source: GradSource
     steps: tuple[Callable[[Tensor], Tensor], ...]
     is_whole: bool
 
     @staticmethod
     def __new__(
-        cls, source: Source, like: Tensor, device: torch.device, steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+        cls, source: GradSource, like: Tensor, device: torch.device, steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     ) -> DistributedGrad:
         made: DistributedGrad = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
@@ -247,7 +247,7 @@ def _written(func: Any, name: str, args: tuple[Any, ...]) -> list[DistributedGra
 
 
 def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    wholes: dict[Source, Tensor] = {}
+    wholes: dict[GradSource, Tensor] = {}
 
     def plain(grad: DistributedGrad) -> Tensor:
         if name.startswith("c10d::") and grad.source.is_slice:

@@ -63,7 +63,7 @@ class Group:
         params: in order.
         is_block: a block, or a part of one: other groups may join it, and it joins none.
         is_named: the user asked for exactly this unit.
-        is_apart: used in several places, or around other units: parameters that joined it would be in memory all that time.
+        is_isolated: used in several places, or around other units: parameters that joined it would be in memory all that time.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Group:
     params: list[nn.Parameter] = field(default_factory=list)
     is_block: bool = False
     is_named: bool = False
-    is_apart: bool = False
+    is_isolated: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ def find_groups(model: nn.Module, limits: Limits = LIMITS, units: Sequence[str] 
     groups = _separate_shared(groups, {param: name for name, param in model.named_parameters()})
     _set_apart(groups)
     for group in groups:
-        group.is_apart = group.is_apart or group.is_named
+        group.is_isolated = group.is_isolated or group.is_named
     if blocks:
         sizes = sorted(_nbytes(_unique(block.parameters())) for block in blocks)
         return _merge_small(groups, sizes[len(sizes) // 2] // _SMALL)
@@ -373,21 +373,21 @@ def _set_apart(groups: list[Group]) -> None:
     hosts = {id(host) for group in groups for host in group.hosts}
     for group in groups:
         encloses = any(id(inner) in hosts and inner is not host for host in group.hosts for inner in host.modules())
-        group.is_apart = len(group.hosts) > 1 or encloses
+        group.is_isolated = len(group.hosts) > 1 or encloses
 
 
 def _merge_small(groups: list[Group], small_bytes: int) -> list[Group]:
     """Join small groups to the nearest block before them, else after them."""
-    first = next((group for group in groups if group.is_block and not group.is_apart), None)
+    first = next((group for group in groups if group.is_block and not group.is_isolated), None)
     if first is None:
         return groups
     before: list[Group] = []
     out: list[Group] = []
     last: Group | None = None
     for group in groups:
-        if group.is_block or group.is_apart or group.nbytes > small_bytes:
+        if group.is_block or group.is_isolated or group.nbytes > small_bytes:
             out.append(group)
-            if group.is_block and not group.is_apart:
+            if group.is_block and not group.is_isolated:
                 last = group
         elif last is None:
             before.append(group)
@@ -401,7 +401,7 @@ def _merge_small(groups: list[Group], small_bytes: int) -> list[Group]:
 def _join_runs(groups: list[Group], run_bytes: int) -> list[Group]:
     out: list[Group] = []
     for group in groups:
-        is_open = bool(out) and not group.is_apart and not out[-1].is_apart
+        is_open = bool(out) and not group.is_isolated and not out[-1].is_isolated
         if is_open and out[-1].nbytes + group.nbytes <= run_bytes:
             out[-1].absorb(group)
         else:

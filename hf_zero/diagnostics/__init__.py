@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..config import ZeroConfig
 from ..engine.observer import Observer
 from .debug import Debug
-from .options import SameOptions
-from .recorder import Records
+from .optimizer_options import OptimizerOptionsCheck
+from .recorder import RecorderObserver
 
 
 def observers(config: ZeroConfig) -> list[Observer]:
     """Return new observers for one engine."""
-    return [SameOptions(), Records(), *([Debug()] if config.debug else [])]
+    return [OptimizerOptionsCheck(), RecorderObserver(), *([Debug()] if config.debug else [])]

@@ -19,7 +19,7 @@ from ..engine.span import Span
 from ..engine.unit import Unit
 from ..errors import NumericsError
 from ..tiers.fingerprint import fingerprint
-from .options import plain, refuse_difference
+from .optimizer_options import plain, refuse_difference
 
 CLOSE, EVERY = 10, 10
 """Weights and buffers are compared in the first `CLOSE` steps, and in one of `EVERY` afterwards."""
@@ -37,7 +37,7 @@ class Debug(Observer):
         self._step = 0
         self._in_pass: dict[str, bytes] = {}
         """Digests of what was equal when it was sent: buffers, and gathered weights."""
-        self._first: str | None = None
+        self._first_found: str | None = None
         """The place where this rank saw the first value that is not finite and of which the next step has a gradient."""
         self._is_used = False
         """A backward has ended since: the value goes with the gradients."""
@@ -58,50 +58,50 @@ class Debug(Observer):
         return step < CLOSE or step % EVERY == 0
 
     @property
-    def _looks(self) -> bool:
+    def _checks_now(self) -> bool:
         return self._is_due and torch.is_grad_enabled() and backward_id() < 0
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
-        for name, buffer in self._context.model.named_buffers() if self._looks else ():
+        for name, buffer in self._context.model.named_buffers() if self._checks_now else ():
             if not buffer.is_meta and buffer.layout is torch.strided:
                 key = f"buffer {name!r} ({str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)})"
                 if key not in self._in_pass:
-                    self._in_pass[key] = _print(buffer)
-        self._see("the model's inputs (this rank's batch) have", tensors_in((args, kwargs)))
+                    self._in_pass[key] = _fingerprint(buffer)
+        self._check_finite("the model's inputs (this rank's batch) have", tensors_in((args, kwargs)))
 
     def after_forward(self, output: Any) -> None:
-        self._see("the model's output (its loss, where it has one) is", tensors_in(output))
+        self._check_finite("the model's output (its loss, where it has one) is", tensors_in(output))
 
     def unit_gathered(self, unit: Unit) -> None:
-        if self._context.frees and self._looks:
+        if self._context.reshards and self._checks_now:
             for name, span, index in _parameters([unit]):
                 if name not in self._in_pass:
-                    self._in_pass[name] = _print(span.view(index))
+                    self._in_pass[name] = _fingerprint(span.view(index))
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if backward_id() < 0:
-            self._see(f"the inputs of unit {unit.name!r} have", tensors_in((args, kwargs)))
-            self._see(f"the output of unit {unit.name!r}, of finite inputs, is", tensors_in(output))
+            self._check_finite(f"the inputs of unit {unit.name!r} have", tensors_in((args, kwargs)))
+            self._check_finite(f"the output of unit {unit.name!r}, of finite inputs, is", tensors_in(output))
 
     def before_reduce(self, unit: Unit) -> None:
         for span in unit.trained:
             for index in range(len(span.params)):
                 what = f"this rank's own gradient of {span.name_of(index)!r} of unit {unit.name!r} is"
-                self._see(what, [span.bucket.local(index)])
+                self._check_finite(what, [span.bucket.local(index)])
 
-    def _see(self, what: str, tensors: Iterable[Any]) -> None:
-        if self._first is None and (kind := _kind_in(tensors)) is not None:
-            self._first = f"{what} {kind}"
+    def _check_finite(self, what: str, tensors: Iterable[Any]) -> None:
+        if self._first_found is None and (kind := _kind_in(tensors)) is not None:
+            self._first_found = f"{what} {kind}"
 
     def after_backward(self) -> None:
-        self._is_used = self._first is not None
+        self._is_used = self._first_found is not None
 
     def after_zero_grad(self) -> None:
         if self._is_used:  # what a forward showed whose backward is to come stays
             self._forget()
 
     def _forget(self) -> None:
-        self._first, self._is_used = None, False
+        self._first_found, self._is_used = None, False
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Debug(Observer):
         """
         self._engine.wait_for_host_steps()
         self._step = self._wire.watch.step
-        found = dict(self._alike())
+        found = dict(self._values_to_compare())
         self._in_pass = {}
         digest = zlib.crc32(repr(sorted((name, repr(value)) for name, value in found.items())).encode())
         if len(set(self._wire.exchange(digest))) > 1:
@@ -128,9 +128,11 @@ class Debug(Observer):
             "Every rank's own gradients were finite: their sum overflowed (use a wider reduce_dtype), or the program changed "
             "gradients after the reduction"
         )
-        self._refuse(_bad(parts, "the gradient of "), lambda seen: f"No weight was changed. {seen or unseen}")
+        self._refuse(
+            _first_not_finite(parts, "the gradient of "), lambda seen: f"No weight was changed. {seen or unseen}"
+        )
 
-    def _alike(self) -> Iterator[tuple[str, Any]]:
+    def _values_to_compare(self) -> Iterator[tuple[str, Any]]:
         """Yield names and what all ranks must have alike: plain values, and digests of weights and buffers."""
         for binding in self._engine.bindings:
             for segment in (each for group in binding.segments for each in group):
@@ -140,9 +142,9 @@ class Debug(Observer):
                 for index in segment.members:
                     yield f"the optimizer's 'step' of {_name(segment.span, index)}", count
         # With `step_in_backward` owners have new slices already.
-        if self._is_due and not self._context.frees and not self._context.config.step_in_backward:
+        if self._is_due and not self._context.reshards and not self._context.config.step_in_backward:
             for name, span, index in _parameters(self._engine.units):
-                yield name, _print(raw_data(span.params[index]))
+                yield name, _fingerprint(raw_data(span.params[index]))
         yield from self._in_pass.items()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,11 +159,11 @@ class Debug(Observer):
         )
         masters = ((span, 0, span.master) for span in self._engine.trained)
         resume = "Weights have it now: resume from the last checkpoint"
-        self._refuse(_bad(masters, ""), lambda seen: f"{seen or unseen}. {resume}")
+        self._refuse(_first_not_finite(masters, ""), lambda seen: f"{seen or unseen}. {resume}")
         self._forget()
 
     def _refuse(self, mine: str | None, why: Callable[[str], str]) -> None:
-        told = self._wire.exchange((mine, self._first))
+        told = self._wire.exchange((mine, self._first_found))
         for rank, (what, _) in enumerate(told):
             if what is not None:
                 self._forget()
@@ -189,12 +191,12 @@ def _name(span: Span, index: int) -> str:
     return f"parameter {span.name_of(index)!r} of unit {span.unit.name!r}"
 
 
-def _print(values: Tensor) -> bytes:
+def _fingerprint(values: Tensor) -> bytes:
     with torch.no_grad():
         return repr(fingerprint(values.detach()).tolist()).encode() if values.numel() else b""
 
 
-def _bad(parts: Iterable[tuple[Span, int, Any]], what: str) -> str | None:
+def _first_not_finite(parts: Iterable[tuple[Span, int, Any]], what: str) -> str | None:
     """Return the first part of this rank's slices that is not finite; values on disk are not read."""
     for span, start, values in parts:
         kind = _kind_in([values])

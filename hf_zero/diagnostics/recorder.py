@@ -21,10 +21,10 @@ import torch
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..errors import ConfigError
-from ..optimizers.facts import state_tensors
+from ..optimizers.step_probe import state_tensors
 from ..plan.costs import STATES, TIERS
-from ..plan.report import Report, RoadRow, data_parallel, tier_rows
-from ..plan.work import COLLECTIVES, WAITS
+from ..plan.report import ChannelRow, Report, data_parallel, tier_rows
+from ..plan.traffic import COLLECTIVES, WAITS
 from .usage import Table, counters, facts, measure, predicted, process_bytes
 
 FORMAT = 1
@@ -32,7 +32,7 @@ FORMAT = 1
 GIB = 1 << 30
 RECENT = 64
 """Number of steps whose medians a report shows."""
-MOST_UNLOGGED = 1000
+MAX_UNLOGGED = 1000
 """Number of steps whose means `Recorder.logs` returns at most."""
 
 
@@ -106,7 +106,7 @@ class Recorder:
         if folder is not None:
             self._open(Path(folder))
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self._unlogged: deque[dict[str, Any]] = deque(maxlen=MOST_UNLOGGED)
+        self._unlogged: deque[dict[str, Any]] = deque(maxlen=MAX_UNLOGGED)
         """Steps since the last call of `logs`."""
         self._started = time.perf_counter()
         self._ended: float | None = None
@@ -251,21 +251,21 @@ class Recorder:
 # The report -----------------------------------------------------------------------------------------------------------
 
 
-def _road_rows(traffic: Mapping[str, int], recorder: Recorder) -> tuple[RoadRow, ...]:
+def _channel_rows(traffic: Mapping[str, int], recorder: Recorder) -> tuple[ChannelRow, ...]:
     rows = []
-    for road in WAITS:
-        told = traffic.get(road)
-        moved = recorder.median("bytes", road) if road != "optimizer" and recorder.recorded else None
-        waited = recorder.median("wait_s", road)
+    for channel in WAITS:
+        told = traffic.get(channel)
+        moved = recorder.median("bytes", channel) if channel != "optimizer" and recorder.recorded else None
+        waited = recorder.median("wait_s", channel)
         if told or moved or waited:
-            rows.append(RoadRow(road, told, moved, waited))
+            rows.append(ChannelRow(channel, told, moved, waited))
     return tuple(rows)
 
 
 # The observer ---------------------------------------------------------------------------------------------------------
 
 
-class Records(Observer):
+class RecorderObserver(Observer):
     """Feeds a `Recorder`, where one measures."""
 
     def attach(self, engine: Engine) -> None:
@@ -319,7 +319,7 @@ class Records(Observer):
             traffic=context.wire.traffic.to_dict(),
             units=len(context.layout.units),
             tiers=tier_rows(planned.memory, now, None if recorder is None or not recorder.recorded else recorder.peak),
-            roads=_road_rows(planned.traffic, recorder) if recorder is not None else (),
+            roads=_channel_rows(planned.traffic, recorder) if recorder is not None else (),
             steps=0 if recorder is None else recorder.recorded,
             step_s=None if recorder is None else recorder.median("seconds"),
             predicted_step_s=planned.step.seconds,

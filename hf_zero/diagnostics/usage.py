@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..optimizers.facts import state_tensors
+from ..optimizers.step_probe import state_tensors
 from ..plan.costs import KINDS, TIERS
 from ..plan.plan import Plan
-from ..plan.work import COLLECTIVES, LINKS
+from ..plan.traffic import COLLECTIVES, LINKS
 from ..tiers.array import OnDisk
 from ..tiers.tier import Tier, padded
 from ..version import __version__
@@ -66,11 +66,11 @@ def stored_bytes(engine: Engine) -> Table:
     """Return the bytes of parameters, optimizer state and reduced gradients, by tier and kind. O(spans + states)."""
     tally = _Tally(engine.context.device)
     for span in (span for unit in engine.units for span in unit.spans):
-        if span.stays:
+        if span.is_persistent:
             tally.add(span.full, Tier.DEVICE, "parameters")
         elif span.copy is not None:
             tally.add(span.copy, span.copy_tier, "parameters")
-        reads_master = not span.stays and span.copy is None and span.compute_dtype == span.master_dtype
+        reads_master = not span.is_persistent and span.copy is None and span.compute_dtype == span.master_dtype
         tally.add(span.master, span.tier, "parameters" if reads_master else "optimizer")
         if isinstance(span.bucket.grad, OnDisk):  # in memory the ledger has them
             tally.add(span.bucket.grad, Tier.DISK, "gradients")
@@ -179,7 +179,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> Plan:
         machine=replace(context.plan.inputs.machine, shares_memory=context.device.type == "cpu"),
         optimizer_tensors=state_tensors(engine.optimizers),
         backward_per_step=max(1, backward_per_step),
-        defers=engine.schedule.puts_off,
+        defers=engine.schedule.deferred_last,
         kept=context.kept,
     )
     return Plan(inputs, context.plan.placements)

@@ -24,7 +24,7 @@ from ..comm.wire import Wire
 from ..core.precision import Precision
 from ..errors import ZeroError
 from ..tiers.array import OnDisk, Values
-from ..tiers.arrival import Arrival
+from ..tiers.gradient_offload import GradientCopy
 from ..tiers.tier import Tier
 from .parameter import has_raw_grads, raw_grad, set_raw_grad, take_raw_grads
 
@@ -42,8 +42,8 @@ class Bucket:
         self.span = span
         self.grad: Values | None = None
         self.factor: Tensor | None = None
-        self._home: Values | None = None
-        self._arrival: Arrival | None = None
+        self._offloaded: Values | None = None
+        self._offload: GradientCopy | None = None
         self.present: list[bool] = [False] * len(span.params)
         self.had_local: list[bool] = [False] * len(span.params)
         """Which parameters have had a gradient on this rank since `clear`."""
@@ -164,7 +164,7 @@ class Bucket:
     def add(self, mean: Tensor) -> None:
         """Add a reduced gradient of this rank's slice."""
         tier = self.tier
-        moves = tier is Tier.DISK or (tier is Tier.HOST and not self._storage.link.is_one_memory)
+        moves = tier is Tier.DISK or (tier is Tier.HOST and not self._storage.link.shares_memory)
         if self.grad is None or moves:
             numel = self.span.local_numel
             if mean.numel() != numel or mean.dtype != self.span.master_dtype:
@@ -173,9 +173,9 @@ class Bucket:
                 mean = padded
         if moves:
             try:
-                self._send(mean)
+                self._start_offload(mean)
             except ZeroError as error:  # a full disk: all ranks raise at the end of the backward
-                self.span.context.note_failure(error)
+                self.span.context.record_failure(error)
         elif isinstance(self.grad, Tensor):
             self.grad[: mean.numel()].add_(mean)
         else:
@@ -203,8 +203,8 @@ class Bucket:
     def count_grad(self) -> None:
         """Count the reduced gradient in the ledger if it is in memory."""
         if self.grad is None and self._storage.transient:
-            self._home = None
-        held = self.grad if self._home is None else self._home
+            self._offloaded = None
+        held = self.grad if self._offloaded is None else self._offloaded
         nbytes = held.nbytes if isinstance(held, Tensor) else 0
         if nbytes != self._grad_bytes:
             change, self._grad_bytes = nbytes - self._grad_bytes, nbytes
@@ -215,30 +215,30 @@ class Bucket:
             if change > 0:
                 self._account.record_peak()
 
-    def _home_of_grad(self) -> Values:
-        if self._home is None:
-            self._home = self._storage.empty(self.tier, self.span.local_numel, self.span.master_dtype)
-        return self._home
+    def _offload_target(self) -> Values:
+        if self._offloaded is None:
+            self._offloaded = self._storage.empty(self.tier, self.span.local_numel, self.span.master_dtype)
+        return self._offloaded
 
-    def _send(self, mean: Tensor) -> None:
+    def _start_offload(self, mean: Tensor) -> None:
         """Start to move a reduced gradient off the device. Two of all buckets are under way at most."""
-        self.land()
-        home = self._home_of_grad()
+        self.wait_for_offload()
+        home = self._offload_target()
         self._fold()
-        self._arrival = Arrival(self._storage, mean, home, adds=self.grad is not None)
+        self._offload = GradientCopy(self._storage, mean, home, adds=self.grad is not None)
         self.grad = home
-        self._storage.gradient_moves(self.land)
+        self._storage.limit_gradient_copies(self.wait_for_offload)
 
-    def land(self) -> None:
+    def wait_for_offload(self) -> None:
         """Wait until `grad` is where it is stored. A failed disk is recorded: all ranks raise at the end of the backward."""
-        arrival = self._arrival
-        if arrival is None:
+        gradient_copy = self._offload
+        if gradient_copy is None:
             return
         try:
-            arrival.land()
+            gradient_copy.wait()
         except ZeroError as error:
-            self.span.context.note_failure(error)
-        self._arrival = None
+            self.span.context.record_failure(error)
+        self._offload = None
 
     @property
     def is_on_disk(self) -> bool:
@@ -283,13 +283,13 @@ class Bucket:
         Raises:
             TierError: they could not be written, on this rank alone.
         """
-        self.land()
+        self.wait_for_offload()
         if self.grad is None:
             numel, dtype = self.span.local_numel, self.span.master_dtype
             if self.tier is Tier.DEVICE:
                 self.grad = torch.zeros(numel, dtype=dtype, device=self.span.device)
             else:
-                self.grad = self._home_of_grad().zero_()
+                self.grad = self._offload_target().zero_()
             self.count_grad()
         self._fold()
         target = self.grad[part]
@@ -303,7 +303,7 @@ class Bucket:
 
     def zero(self) -> None:
         """Set gradients that exist to zero, local ones too."""
-        self.land()
+        self.wait_for_offload()
         if self.grad is not None:
             self.grad.zero_()
             self.factor = None
@@ -323,8 +323,8 @@ class Bucket:
 
     def clear(self, *, local: bool = True) -> None:
         """Forget all gradients: the reduced ones and, with `local`, this rank's."""
-        if self._arrival is not None:
-            self.land()
+        if self._offload is not None:
+            self.wait_for_offload()
         self.grad = self.factor = None
         self.count_grad()
         self.present = [False] * len(self.present)
@@ -333,13 +333,13 @@ class Bucket:
 
     def clear_some(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Forget the gradients of some parameters, or make them zeros; the others keep theirs."""
-        self.land()
+        self.wait_for_offload()
         for index in indices:
             grad, part = raw_grad(self.span.params[index]), self.span.part_of(index)
             if self._held is not None:
                 self._held[self._parts[index][0]].zero_()
             if self.grad is not None and part is not None:
-                self.grad[part.here].zero_()
+                self.grad[part.as_slice].zero_()
             if set_to_none:
                 set_raw_grad(self.span.params[index], None)
                 self.present[index] = self.had_local[index] = False

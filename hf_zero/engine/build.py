@@ -9,22 +9,22 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..comm.agree import read
+from ..comm.agreement import read_on_all_ranks
 from ..core.layout import ParamSpec
 from ..core.precision import dtype_of
 from ..errors import LayoutError
 from ..optimizers.kinds import Kind, state_bytes, step_cost
 from ..plan.costs import Placement
-from ..plan.plan import Drafter
+from ..plan.plan import LayoutBuilder
+from .binding import Groups
 from .context import Context
-from .optimizer import Groups
-from .parameter import disown, set_raw_data, set_raw_grad, take_raw_grads
+from .parameter import make_plain, set_raw_data, set_raw_grad, take_raw_grads
 from .span import Span
 from .unit import Unit
 
 
 def specs_of(
-    drafter: Drafter,
+    builder: LayoutBuilder,
     originals: Sequence[Groups],
     optimizers: Sequence[torch.optim.Optimizer],
     kinds: Sequence[Kind],
@@ -37,7 +37,7 @@ def specs_of(
     owner = {
         p: (number, at) for number, groups in enumerate(originals) for at, params in enumerate(groups) for p in params
     }
-    specs = drafter.specs({param: number for param, (number, _) in owner.items()})
+    specs = builder.specs({param: number for param, (number, _) in owner.items()})
     over_matrices = [number for number, kind in enumerate(kinds) if kind is Kind.MATRICES]
     if not over_matrices:
         return specs
@@ -55,15 +55,15 @@ def specs_of(
 
     return [
         [with_owner(spec, param) for spec, param in zip(unit, group.params)]
-        for unit, group in zip(specs, drafter.groups)
+        for unit, group in zip(specs, builder.groups)
     ]
 
 
 def build_units(
-    context: Context, drafter: Drafter, specs: Sequence[Sequence[ParamSpec]], placements: Sequence[Placement]
+    context: Context, builder: LayoutBuilder, specs: Sequence[Sequence[ParamSpec]], placements: Sequence[Placement]
 ) -> None:
     """Make the units, one after another: in addition to the model, this needs memory for one unit."""
-    for index, (group, unit_specs) in enumerate(zip(drafter.groups, specs)):
+    for index, (group, unit_specs) in enumerate(zip(builder.groups, specs)):
         param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
         spans = []
         for layout in context.layout.units[index].spans:
@@ -75,7 +75,7 @@ def build_units(
                     set_raw_grad(param, grad.to(param.device, param.dtype))
         unit = Unit(group.name, index, group.hosts, spans, context)
         context.units.append(unit)
-        if context.frees:
+        if context.reshards:
             unit.close()
         for span in spans:
             context.wire.watch.units[span.layout.index] = unit.name
@@ -97,7 +97,7 @@ def give_back(context: Context) -> None:
             whole = full_values(span)
             for slot, param in zip(span.layout.slots, span.params):
                 values = whole[slot.offset : slot.stop].view(slot.spec.shape)
-                disown(param)
+                make_plain(param)
                 set_raw_data(param, values.to(getattr(torch, slot.spec.dtype), copy=True))
     gc.collect()
 
@@ -106,7 +106,7 @@ def give_back(context: Context) -> None:
 def full_values(span: Span) -> torch.Tensor:
     """Return all ranks' slices of a span in the master dtype, 1-D. A collective."""
     whole = torch.empty(span.layout.numel, dtype=span.master_dtype, device=span.device)
-    mine = read(span.context.wire, span.values, may_fail=span.context.storage.uses_disk).to(span.device)
+    mine = read_on_all_ranks(span.context.wire, span.values, may_fail=span.context.storage.uses_disk).to(span.device)
     if span.layout.shards > 1:
         span.context.wire.gather(whole, mine, span.layout.index, span.layout.cuts).close()
     else:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.agree import read
+from ..comm.agreement import read_on_all_ranks
 from ..comm.wire import Wire
 from ..errors import LayoutError
 from .context import Context
@@ -50,9 +50,9 @@ def parts_to_clip(spans: Sequence[Span], context: Context, params: Iterable[Tens
     for key, param in wanted.items():
         segment, place = segments.get(key), place_of(param)
         if segment is not None:
-            found[segment.span].append(segment.here)
+            found[segment.span].append(segment.as_slice)
         elif place is not None and place.span in found and (part := place.span.part_of(place.index)) is not None:
-            found[place.span].append(part.here)
+            found[place.span].append(part.as_slice)
     for span, parts in found.items():
         is_whole = sum(part.stop - part.start for part in parts) == span.local_numel
         found[span] = every[span] if is_whole else sorted(parts, key=lambda part: part.start)
@@ -73,7 +73,9 @@ def clip_norm(parts: Parts, context: Context, max_norm: float, order: float) -> 
         counting = ((span, part) for span, chosen in having for part in counted(span, chosen, order))
         return power_sum((each for span, part in counting for each in _values(span, [part])), order, context.device)
 
-    norm = over_ranks(read(wire, local, may_fail=may_fail), order, wire, is_shared=context.layout.shards > 1)
+    norm = over_ranks(
+        read_on_all_ranks(wire, local, may_fail=may_fail), order, wire, is_shared=context.layout.shards > 1
+    )
     if not {span.master_dtype for span in parts} & {torch.float64, torch.complex128}:
         norm = norm.float()
     if max_norm == float("inf"):
@@ -91,7 +93,7 @@ def clip_norm(parts: Parts, context: Context, max_norm: float, order: float) -> 
                 values = span.bucket.read(part)
                 span.bucket.write(part, values.mul_(scale.to(values.device, values.dtype)))
 
-    read(wire, clip, may_fail=may_fail)
+    read_on_all_ranks(wire, clip, may_fail=may_fail)
     return norm
 
 
@@ -160,7 +162,7 @@ def counted(span: Span, chosen: Sequence[slice], order: float) -> Sequence[slice
     """
     if order >= 0:
         return chosen
-    present = [part.here for index, part in span.parts() if span.bucket.present[index]]
+    present = [part.as_slice for index, part in span.parts() if span.bucket.present[index]]
     cuts = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a in chosen for b in present]
     return [cut for cut in cuts if cut.start < cut.stop]
 
@@ -182,4 +184,4 @@ def clip_value(parts: Parts, context: Context, limit: float) -> None:
                     piece = slice(start, min(start + _PART_NUMEL, part.stop))
                     span.bucket.write(piece, span.bucket.read(piece).clamp_(-limit, limit))
 
-    read(context.wire, clamp, may_fail=context.storage.uses_disk)
+    read_on_all_ranks(context.wire, clamp, may_fail=context.storage.uses_disk)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.wire import Wire
 from ..config import StagePolicy, ZeroConfig
 from ..core.layout import Layout
@@ -18,7 +18,7 @@ from ..core.precision import Precision
 from ..errors import RankMismatchError, StateError, TierError, ZeroError
 from ..plan.machine import free_device_bytes, free_host_bytes
 from ..plan.plan import Plan
-from ..tiers.pool import Storage
+from ..tiers.storage import Storage
 from ..tiers.tier import Tier
 from .observer import Events
 
@@ -37,11 +37,11 @@ class Context:
         plan: what is stored where, and what it costs.
         units: in registration order.
         kept: indices of units that stay gathered from a forward to its backward. The same on every rank.
-        flags_mark: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
+        requires_grad_digest: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
         failure: what was left half done: a step, or a load. See `check`.
         mixes_states: that has left optimizer states of two moments, too.
         hides_host_gradients: an optimizer's own step runs. It must not see gradients of masters in host memory.
-        away: states are in host memory for a while (`Away`).
+        states_offloaded: states are in host memory for a while (`StateOffload`).
         has_updated: with `step_in_backward`, units were updated since the last step.
         step_wait_s: how long training has waited for updates by the other thread.
         is_unsharded: inside `Engine.unsharded`.
@@ -61,11 +61,11 @@ class Context:
     plan: Plan
     units: list[Unit] = field(default_factory=list)
     kept: frozenset[int] = frozenset()
-    flags_mark: int = 0
+    requires_grad_digest: int = 0
     failure: str | None = None
     mixes_states: bool = False
     hides_host_gradients: bool = False
-    away: bool = False
+    states_offloaded: bool = False
     has_updated: bool = False
     step_wait_s: float = 0.0
     is_unsharded: bool = False
@@ -79,7 +79,7 @@ class Context:
         return (self.wire.shard_group or self.wire).rank if self.layout.shards > 1 else 0
 
     def __post_init__(self) -> None:
-        self.frees = not self.policy.keep_full
+        self.reshards = not self.policy.keep_full
         """Full parameters are released between their uses."""
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class Context:
             StateError: a step or a load was left half done; the values are neither the old ones nor the new ones. Or states
                 are in host memory.
         """
-        if self.away:
+        if self.states_offloaded:
             raise StateError("the model's states are in host memory. Call engine.reload_states() first")
         if self.failure is not None:
             raise StateError(
@@ -136,10 +136,10 @@ class Context:
             return int(budget) - self.plan.memory.stored_bytes(Tier.DEVICE) - temporary
         if self.device.type == "cuda":
             return free_device_bytes(self.device)
-        return free_host_bytes(self.wire.ranks_here())
+        return free_host_bytes(self.wire.local_world_size())
 
-    def refuse_other_marks(self, *, sends: bool) -> None:
-        """Refuse ranks that differ in `requires_grad` (`flags_mark`) or in whether a backward reduces. A collective.
+    def raise_mismatch(self, *, sends: bool) -> None:
+        """Refuse ranks that differ in `requires_grad` (`requires_grad_digest`) or in whether a backward reduces. A collective.
 
         Args:
             sends: this rank's backward reduces gradients.
@@ -170,7 +170,7 @@ class Context:
         """Return how bad the failure is that waits for `raise_failures`. 0: none. 1: values not moved. 2: a step half done."""
         return self._severity
 
-    def note_failure(self, error: BaseException, *, half_done: bool = False) -> None:
+    def record_failure(self, error: BaseException, *, half_done: bool = False) -> None:
         """Record an error of this rank alone. With a disk, all ranks raise it at the end of the pass; else this one at once.
 
         Raises:

@@ -11,24 +11,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.behind import Saves
+from ..checkpoint.async_save import AsyncSaves
 from ..checkpoint.objects import Stateful
-from ..comm.agree import read
+from ..comm.agreement import read_on_all_ranks
 from ..comm.wire import Traffic, Wire
 from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..errors import StateError, ZeroError
 from ..tiers.tier import Tier
-from .bound import BoundOptimizers, PinnedUnits
+from .binding import Binding
+from .bound_optimizers import BoundOptimizers, PinnedUnits
 from .build import give_back
 from .clipping import clip_norm, clip_value, parts_to_clip
 from .context import Context
 from .graph import backward_id
 from .host_step import Stepper
 from .observer import Observer
-from .optimizer import Binding
 from .optimizer_dict import unbind
-from .optimizer_state import whole_states
+from .optimizer_state import full_states
 from .parameter import put_grad
 from .pieces import OptimizerPieces
 from .precision import Autocast
@@ -57,10 +57,10 @@ class Engine:
         self.context, self.bindings = context, bindings
         self.model, self.units, self._wire, self.events = context.model, context.units, context.wire, context.events
         self.schedule = Schedule(context, self._after_sync)
-        self.saves = Saves(self._wire)
+        self.saves = AsyncSaves(self._wire)
         is_offloaded = any(span.tier is not Tier.DEVICE for unit in self.units for span in unit.spans)
         self.stepper = Stepper(context, bindings, self.schedule) if is_offloaded else None
-        self._presence = Presence(context, self.schedule.reduces, bindings)
+        self._presence = Presence(context, self.schedule.reduce_queue, bindings)
         self._undo: list[Callable[[], object]] = [self.schedule.detach]
         if context.precision.autocast_dtype is not None:
             spans = [span for unit in self.units for span in unit.spans if span.compute_dtype != span.master_dtype]
@@ -187,11 +187,11 @@ class Engine:
 
             self.schedule.quiesce()
             self.wait_for_host_steps()
-            if not self.context.frees:
+            if not self.context.reshards:
                 for unit in self.units:
                     for event in self.events.masters_written:
                         event(unit)
-            read(self._wire, publish, may_fail=self.context.storage.uses_disk)
+            read_on_all_ranks(self._wire, publish, may_fail=self.context.storage.uses_disk)
             self._bound.mark_versions()
         by_unit: dict[Unit, list[Span]] = {}
         for span in spans:
@@ -199,9 +199,9 @@ class Engine:
         units = sorted(by_unit, key=attrgetter("index"))
         for unit in units:
             unit.mark_old(by_unit[unit])
-            if not self.context.frees:
+            if not self.context.reshards:
                 unit.gather()
-        if not self.context.frees:
+        if not self.context.reshards:
             for unit in units:
                 unit.wait()
 
@@ -219,11 +219,11 @@ class Engine:
             for group in binding.segments:
                 for segment in group:
                     put_grad(segment.tensor, None)
-        shares = {} if optimizer is None else chosen[0].shares
+        shared_spans = {} if optimizer is None else chosen[0].shared_spans
         for span in self.trained if optimizer is None else chosen[0].spans:
-            if span in shares:
+            if span in shared_spans:
                 span.unit.wait_for_step()
-                span.bucket.clear_some(shares[span], set_to_none)
+                span.bucket.clear_some(shared_spans[span], set_to_none)
             elif set_to_none:
                 span.bucket.clear()
             else:
@@ -235,9 +235,9 @@ class Engine:
         """Carry what user code wrote to tensors of optimizer groups to the parameters. A collective where it wrote."""
         self._bound.follow_writes()
 
-    def beside_written(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def with_group_writes(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of `params` whose group has tensors that user code wrote since parameters followed them last."""
-        return self._bound.beside_written(params)
+        return self._bound.with_group_writes(params)
 
     def wait_for_host_steps(self) -> None:
         """Wait until no other thread updates masters or reads gradients."""
@@ -264,7 +264,7 @@ class Engine:
         """
         if self.config.step_in_backward and max_norm == float("inf"):
             return torch.tensor(float("nan"), device="cpu")  # nothing is left to measure
-        with self._wire.watch.doing("clip_grad_norm_()"):
+        with self._wire.watch.operation("clip_grad_norm_()"):
             self.complete_gradients("clip_grad_norm_")
             parts = parts_to_clip(self.trained, self.context, parameters)
             return clip_norm(parts, self.context, float(max_norm), float(norm_type))
@@ -293,7 +293,7 @@ class Engine:
                 f"{what}: step_in_backward updates parameters before all gradients have arrived, and keeps none. Set it to "
                 "False, or do not clip (max_grad_norm=0 in TrainingArguments)"
             )
-        if self.context.away:
+        if self.context.states_offloaded:
             self.context.check()
         self.schedule.flush()
         self.wait_for_host_steps()
@@ -317,7 +317,7 @@ class Engine:
     def prepare_load(self) -> None:
         """As `quiesce`, before all masters and states are written: what was left half done before does not matter."""
         self.context.refuse_unsharded("load")
-        if self.context.away:
+        if self.context.states_offloaded:
             self.context.check()
         self.schedule.quiesce()
         with suppress(Exception):  # of a step that failed, also the optimizer's own: everything is written again
@@ -393,7 +393,7 @@ class Engine:
                 saves. Else it is as it was.
             StateError: an optimizer's step was left half done.
         """
-        with self._wire.watch.doing(f"saving to {folder}"):
+        with self._wire.watch.operation(f"saving to {folder}"):
             self.wait_for_save()
             save(
                 self,
@@ -401,7 +401,7 @@ class Engine:
                 max_shard_size=max_shard_size,
                 save_optimizer=save_optimizer,
                 objects=objects,
-                behind=async_save,
+                in_background=async_save,
             )
 
     def load(
@@ -453,9 +453,9 @@ class Engine:
         if self.model.__dict__.get(_ENGINE) is not self:
             return
         self.context.refuse_unsharded("Engine.detach")
-        with self._wire.watch.doing("Engine.detach"):
+        with self._wire.watch.operation("Engine.detach"):
             self.quiesce()
-            states = [whole_states(binding, self._wire, everywhere=True) for binding in self.bindings]
+            states = [full_states(binding, self._wire, everywhere=True) for binding in self.bindings]
             self.zero_grad()
             for undo in reversed(self._undo):
                 undo()

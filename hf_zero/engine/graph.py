@@ -132,7 +132,7 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread; -1 outside a backward."""
 
 
-def weakly(owner: Any, method: Callable[..., object], *args: Any, gone: str = "") -> Callable[..., None]:
+def weak_hook(owner: Any, method: Callable[..., object], *args: Any, gone: str = "") -> Callable[..., None]:
     """Return a hook that calls `method(owner, *args)`, with which a graph does not keep `owner`.
 
     Args:

@@ -23,7 +23,7 @@ class Observer:
         `gradients_written(span)`: they have other values now.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
-        `marks_to_send()` returns integers of this rank, always as many; `check_highest_marks(highest)` gets the highest of
+        `values_for_max()` returns integers of this rank, always as many; `check_max_values(highest)` gets the highest of
         all ranks. They travel with what the ranks agree on at the end of a backward that reduces. An observer has both methods
         or neither.
     One unit:
@@ -80,8 +80,8 @@ class Events:
     after_step: list[Callable[..., None]]
     step_paused: list[Callable[..., None]]
     after_zero_grad: list[Callable[[], None]]
-    marks_to_send: list[Callable[[], list[int]]]
-    check_highest_marks: list[Callable[[list[int]], None]]
+    values_for_max: list[Callable[[], list[int]]]
+    check_max_values: list[Callable[[list[int]], None]]
     use_begun: list[Callable[..., None]]
     use_ended: list[Callable[..., None]]
     before_gather: list[Callable[..., None]]

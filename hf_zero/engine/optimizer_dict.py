@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checkpoint.manifest import digest_of
-from ..comm.agree import on_all_ranks, read
+from ..comm.agreement import on_all_ranks, read_on_all_ranks
 from ..comm.wire import Wire
 from ..errors import CheckpointError, RankMismatchError
-from .optimizer import Binding
-from .optimizer_state import Entries, elementwise_of, put_states, spread, whole_states
+from .binding import Binding
+from .optimizer_state import Entries, broadcast_from, elementwise_of, full_states, put_states
 
 Saved = dict[nn.Parameter, Mapping[str, Any] | None]
 
@@ -28,8 +28,8 @@ def state_dict(binding: Binding, wire: Wire) -> dict[str, Any]:
     optimizer = binding.optimizer
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
-    with wire.watch.doing("the optimizer's state_dict()"):
-        states = whole_states(binding, wire, everywhere=False)
+    with wire.watch.operation("the optimizer's state_dict()"):
+        states = full_states(binding, wire, everywhere=False)
     numbers = {param: number for number, param in enumerate(p for params in binding.originals for p in params)}
     by_number = {numbers[param]: entries for param, entries in states.items()}
     state: dict[Any, Any] = {number: by_number[number] for number in sorted(by_number)}
@@ -70,13 +70,13 @@ def load_state_dict(binding: Binding, wire: Wire, given: Mapping[str, Any]) -> N
         saved = _saved(binding, loaded)
         elementwise = elementwise_of(binding, saved)
         _check_shapes(binding, saved, elementwise)
-    is_spread = _must_spread(wire, saved)
+    is_broadcast = _needs_broadcast(wire, saved)
     for span in binding.spans:
         states: Saved = {param: saved.get(param) for param in span.params}
-        if is_spread:
+        if is_broadcast:
             states = {param: None if each is None else _received(wire, each) for param, each in states.items()}
         may_fail = span.context.storage.uses_disk
-        read(wire, partial(put_states, binding, span, states, elementwise), may_fail=may_fail)
+        read_on_all_ranks(wire, partial(put_states, binding, span, states, elementwise), may_fail=may_fail)
     optimizer.state.update({key: value for key, value in loaded["state"].items() if not isinstance(key, (int, Tensor))})
     for group, packed in zip(optimizer.param_groups, loaded["param_groups"]):
         group.update({key: value for key, value in packed.items() if key != "params"})
@@ -107,7 +107,7 @@ def _saved(binding: Binding, loaded: Mapping[str, Any]) -> Saved:
 
 def _check_shapes(binding: Binding, saved: Saved, elementwise: Container[str]) -> None:
     for span in binding.spans:
-        for index, param in enumerate(span.params if not span.layout.is_whole else ()):
+        for index, param in enumerate(span.params if not span.layout.is_unsliced else ()):
             for name, value in (saved.get(param) or {}).items():
                 if name in elementwise and isinstance(value, Tensor) and value.shape != param.shape:
                     raise CheckpointError(
@@ -116,7 +116,7 @@ def _check_shapes(binding: Binding, saved: Saved, elementwise: Container[str]) -
                     )
 
 
-def _must_spread(wire: Wire, saved: Saved) -> bool:
+def _needs_broadcast(wire: Wire, saved: Saved) -> bool:
     """Return whether rank 0 alone has the values. A collective."""
     what = "load_state_dict of the optimizer"
     entries = [(i, name, value) for i, each in enumerate(saved.values()) for name, value in (each or {}).items()]
@@ -145,7 +145,7 @@ def _received(wire: Wire, entries: Mapping[str, Any]) -> Entries:
     for name in sorted(entries):
         value = entries[name]
         if isinstance(value, Tensor):
-            out[name] = spread(wire, value if wire.rank == 0 else None, value.shape, value.dtype)
+            out[name] = broadcast_from(wire, value if wire.rank == 0 else None, value.shape, value.dtype)
     return out
 
 

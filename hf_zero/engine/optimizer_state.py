@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.ranges import ParameterState
-from ..comm.agree import read
+from ..comm.agreement import read_on_all_ranks
 from ..comm.wire import Wire
 from ..core.precision import dtype_name, dtype_of
 from ..errors import CheckpointError, ZeroError
-from ..optimizers.facts import made_by
+from ..optimizers.step_probe import probe_step
 from ..tiers.array import OnDisk, Values, fetch, flat_of
 from ..tiers.tier import Tier
 from .segments import Segment
 from .span import Span
 
 if TYPE_CHECKING:
-    from .optimizer import Binding
+    from .binding import Binding
 
 Entries = dict[str, Any]
 """The state of one parameter, or of one segment."""
@@ -54,7 +54,7 @@ def arrays_of(binding: Binding, segment: Segment, entries: Mapping[str, Any]) ->
         if segment.is_matrix or (value.numel() == segment.numel and segment.numel > 1):
             found[name] = value
         elif value.numel() == segment.numel:
-            made = made_by(binding.optimizer)
+            made = probe_step(binding.optimizer)
             if made is None or made.states.get(name, True):
                 found[name] = value
         elif value.numel() > 1:
@@ -94,7 +94,7 @@ def describe(binding: Binding, wire: Wire) -> dict[str, ParameterState]:
                 spec = spans[number].layout.slots[index].spec
                 shapes = {name: (dtype, shape or spec.shape) for name, (dtype, shape) in arrays.items()}
                 found = ParameterState(spec.shape, shapes, single)
-                if mark_of(out.setdefault(spec.name, found)) != mark_of(found):
+                if state_signature(out.setdefault(spec.name, found)) != state_signature(found):
                     raise CheckpointError(
                         f"optimizer state of {spec.name!r}: rank {rank} has {sorted({*shapes, *single})}, an earlier rank "
                         "has others or other step counts: not every rank has made the same steps"
@@ -102,7 +102,7 @@ def describe(binding: Binding, wire: Wire) -> dict[str, ParameterState]:
     return {name: one for name, one in out.items() if one.arrays or one.scalars}
 
 
-def mark_of(state: ParameterState | None) -> object:
+def state_signature(state: ParameterState | None) -> object:
     """Return a mark that parameters share which may be in one segment: same states, same single values."""
     if state is None:
         return None
@@ -125,7 +125,7 @@ def _described(binding: Binding, segment: Segment) -> Described:
     return segment.span.layout.index, segment.members, about, single
 
 
-def whole_states(binding: Binding, wire: Wire, *, everywhere: bool) -> dict[nn.Parameter, Entries]:
+def full_states(binding: Binding, wire: Wire, *, everywhere: bool) -> dict[nn.Parameter, Entries]:
     """Return by parameter the state that a plain optimizer would have, on CPU. A collective.
 
     Args:
@@ -139,7 +139,7 @@ def whole_states(binding: Binding, wire: Wire, *, everywhere: bool) -> dict[nn.P
             for index, slot in enumerate(span.layout.slots)
             if slot.spec.name in described
         }
-        gather = _whole_matrices if span.layout.is_whole else _whole_slices
+        gather = _gather_matrices if span.layout.is_unsliced else _gather_slices
         arrays = gather(binding, span, wire, having, everywhere or span.layout.shards == 1)
         for index, one in having.items():
             entries = {name: on_cpu(value) for name, value in one.scalars.items()} | arrays[index]
@@ -147,14 +147,14 @@ def whole_states(binding: Binding, wire: Wire, *, everywhere: bool) -> dict[nn.P
     return out
 
 
-def _whole_slices(
+def _gather_slices(
     binding: Binding, span: Span, wire: Wire, having: Mapping[int, ParameterState], everywhere: bool
 ) -> dict[int, Entries]:
     out: dict[int, Entries] = {index: {} for index in having}
     names = sorted({(name, array[0]) for one in having.values() for name, array in one.arrays.items()})
     for name, dtype in names:
         own = partial(_own_slice, binding, span, name, dtype_of(dtype))
-        whole = _joined(span, wire, read(wire, own, may_fail=span.context.storage.uses_disk), everywhere)
+        whole = _joined(span, wire, read_on_all_ranks(wire, own, may_fail=span.context.storage.uses_disk), everywhere)
         for index, one in having.items():
             if one.arrays.get(name, ("",))[0] == dtype:
                 slot = span.layout.slots[index]
@@ -168,7 +168,7 @@ def _own_slice(binding: Binding, span: Span, name: str, dtype: torch.dtype) -> T
     for segment in segments_of(binding, span):
         value = binding.state_of(segment).get(name)
         if isinstance(value, (Tensor, OnDisk)) and value.dtype == dtype and value.numel() == segment.numel:
-            out[segment.here].copy_(fetch(flat_of(value)))
+            out[segment.as_slice].copy_(fetch(flat_of(value)))
     return out
 
 
@@ -189,7 +189,7 @@ def _joined(span: Span, wire: Wire, own: Tensor, everywhere: bool) -> Tensor:
     return whole
 
 
-def _whole_matrices(
+def _gather_matrices(
     binding: Binding, span: Span, wire: Wire, having: Mapping[int, ParameterState], everywhere: bool
 ) -> dict[int, Entries]:
     """Return states of matrices, arrays of any shape, each from the one rank that owns the parameter."""
@@ -200,12 +200,13 @@ def _whole_matrices(
         owner = span.layout.owner(span.layout.slots[index])
         for name, (dtype, shape) in sorted(one.arrays.items()):
             entries = binding.state_of(segments[index]) if index in segments else {}
-            mine = read(wire, partial(fetch, entries.get(name)), may_fail=span.context.storage.uses_disk)  # type: ignore[arg-type]
+            load = partial(fetch, entries.get(name))  # type: ignore[arg-type]
+            mine = read_on_all_ranks(wire, load, may_fail=span.context.storage.uses_disk)
             if span.layout.shards == 1:
                 out[index][name] = on_cpu(mine).reshape(shape)
             elif everywhere:
                 own = mine.reshape(shape) if wire.rank == owner else None
-                out[index][name] = spread(wire, own, shape, dtype_of(dtype), owner)
+                out[index][name] = broadcast_from(wire, own, shape, dtype_of(dtype), owner)
             else:
                 here = torch.empty(shape, dtype=dtype_of(dtype), device="cpu" if wire.rank == 0 else "meta")
                 own = mine.reshape(-1).cpu() if wire.rank == owner else None
@@ -215,7 +216,7 @@ def _whole_matrices(
     return out
 
 
-def spread(wire: Wire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
+def broadcast_from(wire: Wire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
     """Return a tensor of rank `source`, which passes it as `own`, on the CPU of every rank. A collective."""
     landing = torch.empty(tuple(shape), dtype=dtype, device=wire.device or torch.device("cpu"))
     if own is not None:
@@ -275,7 +276,7 @@ def _parts_of(
             part = segment.span.part_of(index)
             if part is not None:
                 start = part.start - segment.start
-                joined[start : start + part.numel].copy_(entries[name].detach().reshape(-1)[part.there])
+                joined[start : start + part.numel].copy_(entries[name].detach().reshape(-1)[part.source_slice])
         yield name, joined
 
 
@@ -294,7 +295,7 @@ def allocate_state(segment: Segment, name: str, dtype: torch.dtype, shape: Seque
     if segment.tier is Tier.DEVICE:
         return torch.empty(tuple(shape), dtype=dtype, device=span.device)
     if segment.tier is Tier.DISK and tuple(shape) == tuple(segment.shape):
-        return span.state_on_disk(name, dtype)[segment.here]
+        return span.state_on_disk(name, dtype)[segment.as_slice]
     return span.context.storage.link.empty(numel, dtype).view(tuple(shape))
 
 
@@ -319,7 +320,7 @@ def elementwise_of(binding: Binding, saved: Mapping[nn.Parameter, Mapping[str, A
             numel, shape = (value.numel(), value.shape) if isinstance(value, Tensor) else (1, None)
             (out if numel > 1 else unclear if shape == param.shape else single).add(name)
     unclear -= out | single
-    if unclear and (made := made_by(binding.optimizer)) is not None:
+    if unclear and (made := probe_step(binding.optimizer)) is not None:
         unclear &= {name for name, is_elementwise in made.states.items() if is_elementwise}
     return (out | unclear) - {"step"}
 

@@ -54,7 +54,7 @@ _METADATA_FIELDS = frozenset(
 """Properties of a tensor that read no values."""
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Has the values of a parameter that was created without them, until the parameter is sharded."""
 
     @property
@@ -79,13 +79,13 @@ class Source(Protocol):
         ...
 
 
-def source_of(param: Tensor) -> Source | None:
+def source_of(param: Tensor) -> ValueSource | None:
     """Return what has a parameter's values before it is sharded; None if the parameter has them itself."""
-    found: Source | None = param.__dict__.get("_zero_source")
+    found: ValueSource | None = param.__dict__.get("_zero_source")
     return found
 
 
-def set_source(param: Tensor, source: Source | None) -> None:
+def set_source(param: Tensor, source: ValueSource | None) -> None:
     if source is None:
         param.__dict__.pop("_zero_source", None)
     else:
@@ -131,7 +131,7 @@ class ShardedParameter(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         place = self._zero_place
-        place.span.put(place.index, values)
+        place.span.assign(place.index, values)
         for event in place.span.events.data_assigned:
             event(self, values)
 
@@ -279,7 +279,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # The engine's own access ----------------------------------------------------------------------------------------------
 
 
-def adopt(param: nn.Parameter, place: Place) -> None:
+def make_sharded(param: nn.Parameter, place: Place) -> None:
     """Make `param` a `ShardedParameter` that lies at `place`."""
     kind: Any = original_class(param)
     param._zero_place, param._zero_class = place, kind  # type: ignore[attr-defined]
@@ -293,7 +293,7 @@ def original_class(param: nn.Parameter) -> type[Any]:
     return kind
 
 
-def disown(param: nn.Parameter) -> None:
+def make_plain(param: nn.Parameter) -> None:
     """Make `param` a plain parameter again."""
     param.__class__ = param.__dict__.pop("_zero_class")
     del param.__dict__["_zero_place"]

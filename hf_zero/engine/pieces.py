@@ -15,8 +15,8 @@ from ..core.layout import Extent, ParamSpec, Slot
 from ..core.precision import dtype_of
 from ..errors import CheckpointError
 from ..tiers.array import Values, flat_of
-from .optimizer import Binding
-from .optimizer_state import allocate_state, arrays_of, describe, mark_of, segments_of, single_value
+from .binding import Binding
+from .optimizer_state import allocate_state, arrays_of, describe, segments_of, single_value, state_signature
 from .parameter import place_of
 from .segments import Segment
 from .span import Span
@@ -25,7 +25,7 @@ from .unit import Unit
 
 def named_piece(piece: Extent[Slot], values: Values) -> NamedPiece:
     """Return the elements of one parameter that 1-D values have."""
-    return piece.source.spec.name, Extent(values[piece.here], 0, piece.source_start, piece.numel)
+    return piece.source.spec.name, Extent(values[piece.as_slice], 0, piece.source_start, piece.numel)
 
 
 def parts_written(span: Span, rank: int, size: int) -> Iterator[Extent[Slot]]:
@@ -40,7 +40,7 @@ def parts_written(span: Span, rank: int, size: int) -> Iterator[Extent[Slot]]:
         return
     numel = -(-layout.used_numel // size)
     for part in replace(layout, shards=size, slice_numel=numel).overlaps(rank):
-        yield part.moved(rank * numel)
+        yield part.shifted(rank * numel)
 
 
 class ParameterPieces:
@@ -90,7 +90,7 @@ class OptimizerPieces:
 
     def parameters(self) -> Iterator[tuple[ParamSpec, bool]]:
         for span, slot in self._slots():
-            yield slot.spec, span.layout.is_whole
+            yield slot.spec, span.layout.is_unsliced
 
     def _slots(self) -> Iterator[tuple[Span, Slot]]:
         for params in self._binding.originals:
@@ -131,7 +131,7 @@ class OptimizerPieces:
                             out[state].append((name, Extent(flat_of(value), 0, 0, value.numel())))
                     arrays = {}
                 if spec.master_dtype != spec.dtype:
-                    arrays[MASTER] = span.master[segment.here]
+                    arrays[MASTER] = span.master[segment.as_slice]
                 for piece in _in_segment(parts, segment):
                     for state, value in arrays.items():
                         out[state].append(named_piece(piece, value))
@@ -145,7 +145,7 @@ class OptimizerPieces:
         for span in self._binding.spans:
             parts = list(span.layout.overlaps(span.rank))
             states = [saved.get(slot.spec.name) for slot in span.layout.slots]
-            marks = [mark_of(each) for each in states]
+            marks = [state_signature(each) for each in states]
             for segment in segments_of(self._binding, span):
                 for each in self._binding.divide(segment, marks.__getitem__):
                     out += self._allocate_for(each, states[each.members[0]], list(_in_segment(parts, each)))
@@ -165,7 +165,7 @@ class OptimizerPieces:
         covered = sum(piece.numel for piece in pieces) == segment.numel
         for state, (dtype, shape) in saved.arrays.items():
             if state == MASTER:  # in place; what is not saved stays as it came with the weights
-                values = span.master[segment.here]
+                values = span.master[segment.as_slice]
             elif segment.is_matrix:
                 values = entries[state] = allocate_state(segment, state, dtype_of(dtype), shape, kept.get(state))
                 yield state, (span.name_of(segment.members[0]), Extent(flat_of(values), 0, 0, values.numel()))
@@ -192,6 +192,6 @@ class OptimizerPieces:
 def _in_segment(parts: Iterable[Extent[Slot]], segment: Segment) -> Iterator[Extent[Slot]]:
     """Yield the parts that a segment has. "Here" is the segment."""
     for part in parts:
-        piece = part.cut(segment.start, segment.stop)
+        piece = part.intersect(segment.start, segment.stop)
         if piece is not None:
-            yield piece.moved(-segment.start)
+            yield piece.shifted(-segment.start)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .binding import Binding
 from .bucket import have_local
 from .context import Context
-from .optimizer import Binding
 from .parameter import raw_grad
-from .reduces import Reduces
+from .reduce_queue import ReduceQueue
 from .segments import runs_of
 from .span import Span
 
@@ -21,12 +21,12 @@ class Presence:
     """Agrees on gradients that are present.
 
     Args:
-        reduces: reduces units that no rank reduced in order.
+        reduce_queue: reduces units that no rank reduced in order.
         bindings: optimizers whose segments are split.
     """
 
-    def __init__(self, context: Context, reduces: Reduces, bindings: Sequence[Binding]) -> None:
-        self._context, self._reduces, self._bindings = context, reduces, bindings
+    def __init__(self, context: Context, reduce_queue: ReduceQueue, bindings: Sequence[Binding]) -> None:
+        self._context, self._reduce_queue, self._bindings = context, reduce_queue, bindings
         self._mine = self._flags()
         """By unit, the flags of this rank that `_agreed` was made of."""
         self._agreed = [list(flags) for flags in self._mine]
@@ -34,23 +34,23 @@ class Presence:
     def agree(self) -> None:
         """Agree on gradients that are present, after the reduces of a backward. A collective."""
         units, events, wire = self._context.units, self._context.events, self._context.wire
-        self._land()
+        self._wait_for_offloads()
         are_late = have_local([span.bucket for unit in units for span in unit.trained])
         late = [are_late and unit.has_local_grads for unit in units]
         mine = self._flags()
         changed = [flags != before for flags, before in zip(mine, self._mine)]
-        marks = [marks_to_send() for marks_to_send in events.marks_to_send]
+        marks = [values_for_max() for values_for_max in events.values_for_max]
         sent = [mark for each in marks for mark in each]
         found = wire.start_maximum([*late, *changed, *sent, self._context.severity], at_end=True)()
         self._context.raise_failures("backward", found.pop())
         start = 2 * len(units)
-        for check, each in zip(events.check_highest_marks, marks):
+        for check, each in zip(events.check_max_values, marks):
             check(found[start : start + len(each)])
             start += len(each)
         late_units = [unit for unit, flag in zip(units, found) if flag]
         if late_units:
-            self._reduces.reduce(late_units)
-            self._land()
+            self._reduce_queue.reduce(late_units)
+            self._wait_for_offloads()
         numbers = [number for number, flag in enumerate(found[len(units) : 2 * len(units)]) if flag]
         if numbers:
             for number in numbers:
@@ -69,12 +69,12 @@ class Presence:
                 self.fit(span)
                 start = stop
 
-    def _land(self) -> None:
+    def _wait_for_offloads(self) -> None:
         """Wait until gradients are where they are stored."""
         if self._context.config.offloads:
             for unit in self._context.units:
                 for span in unit.trained:
-                    span.bucket.land()
+                    span.bucket.wait_for_offload()
 
     def _flags(self) -> list[list[bool]]:
         """Return by unit whether this rank has had a gradient of each trained parameter since `zero_grad`."""

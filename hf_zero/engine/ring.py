@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..comm.inflight import Inflight
 from ..errors import StateError
-from ..optimizers.twin import is_elementwise
+from ..optimizers.optimizer_copy import is_elementwise
 from ..tiers.array import OnDisk, Values
 from ..tiers.host import Link
-from ..tiers.pool import Storage
+from ..tiers.storage import Storage
 from .segments import Segment
 from .span import Span
 
@@ -24,7 +24,7 @@ MASTER, GRAD = "\0master", "\0grad"
 
 
 @dataclass(eq=False)
-class Piece:
+class SegmentUpdate:
     """One segment to update.
 
     Attributes:
@@ -56,17 +56,17 @@ class Piece:
 class Slab:
     """Elements `start` to `stop` of a span's slice that are read, updated and written together."""
 
-    piece: Piece
+    update: SegmentUpdate
     start: int
     stop: int
 
     @property
-    def here(self) -> slice:
+    def as_slice(self) -> slice:
         return slice(self.start, self.stop)
 
     @property
     def in_segment(self) -> slice:
-        return slice(self.start - self.piece.segment.start, self.stop - self.piece.segment.start)
+        return slice(self.start - self.update.segment.start, self.stop - self.update.segment.start)
 
 
 class SlabMemory:
@@ -90,12 +90,12 @@ class SlabMemory:
     def read(self, slab: Slab) -> None:
         """Start to read the slab."""
         self.slab, self.values, self.transfers = slab, {}, []
-        piece, numel = slab.piece, slab.stop - slab.start
-        sources: dict[str, Any] = {MASTER: piece.span.master[slab.here]}
-        if piece.grad is not None:
-            sources[GRAD] = piece.grad[slab.here]
-        for name, value in piece.known.items():
-            is_array = not piece.segment.is_matrix and _is_elementwise(name, value, piece.segment.numel)
+        update, numel = slab.update, slab.stop - slab.start
+        sources: dict[str, Any] = {MASTER: update.span.master[slab.as_slice]}
+        if update.grad is not None:
+            sources[GRAD] = update.grad[slab.as_slice]
+        for name, value in update.known.items():
+            is_array = not update.segment.is_matrix and _is_elementwise(name, value, update.segment.numel)
             if is_array or isinstance(value, OnDisk):
                 flat = value if isinstance(value, OnDisk) else value.reshape(-1)
                 sources[name] = flat[slab.in_segment]
@@ -144,12 +144,12 @@ class Ring:
             for _ in range(self._storage.sizes.slabs)
         ]
 
-    def slabs_of(self, piece: Piece) -> Iterator[Slab]:
-        return piece.slabs(self._storage.sizes.slab_numel)
+    def slabs_of(self, update: SegmentUpdate) -> Iterator[Slab]:
+        return update.slabs(self._storage.sizes.slab_numel)
 
-    def announce(self, piece: Piece) -> None:
-        """Announce a piece that is updated after those before it. For any thread."""
-        self._ahead.extend(self.slabs_of(piece))
+    def announce(self, update: SegmentUpdate) -> None:
+        """Announce a update that is updated after those before it. For any thread."""
+        self._ahead.extend(self.slabs_of(update))
 
     def next(self, slab: Slab) -> SlabMemory:
         """Return the memory of a slab that has been read. Slabs after it are being read.
@@ -164,7 +164,7 @@ class Ring:
             self.finish_writes(len(self._writing) - 1)
         slot = self._reading.popleft()
         found = slot.slab
-        if found is None or found.piece is not slab.piece or found.start != slab.start:
+        if found is None or found.update is not slab.update or found.start != slab.start:
             raise StateError("slabs came from disk in another order than they were announced")
         slot.wait()
         return slot

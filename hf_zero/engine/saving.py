@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.cards import adding_to_card
-from ..checkpoint.load import Loading
-from ..checkpoint.objects import Stateful, put_objects, take_objects
-from ..checkpoint.save import Saving, optimizer_folder
+from ..checkpoint.load import CheckpointReader
+from ..checkpoint.objects import Stateful, load_objects, save_objects
+from ..checkpoint.save import CheckpointWriter, optimizer_folder
 from ..checkpoint.weights import Files, WeightFormat, format_of
 from ..core.precision import dtype_of
 from ..errors import StateError
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> Saving:
-    """Return a `Saving` whose manifest has the engine's facts and `facts`. The masters have the values of one step."""
+def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> CheckpointWriter:
+    """Return a `CheckpointWriter` whose manifest has the engine's facts and `facts`. Masters have the values of one step."""
     engine.quiesce()
-    return Saving(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
+    return CheckpointWriter(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
 
 
 def save(
@@ -47,24 +47,28 @@ def save(
     max_shard_size: int | str,
     save_optimizer: bool,
     objects: Mapping[str, Stateful] | None,
-    behind: bool,
+    in_background: bool,
 ) -> None:
     """Write a checkpoint. No other save may be under way.
 
     Args:
-        behind: commit behind training.
+        in_background: commit behind training.
     """
     with open_saving(engine, folder) as saving:
         put_weights(saving, engine, max_shard_size)
         for index, optimizer in enumerate(engine.optimizers if save_optimizer else ()):
             state = engine.optimizer_state(optimizer)
             saving.optimizer(state, max_shard_size=max_shard_size, folder=optimizer_folder(index))
-        put_objects(saving, engine.wire, objects or {})
-        engine.saves.commit(saving, behind=behind)
+        save_objects(saving, engine.wire, objects or {})
+        engine.saves.commit(saving, in_background=in_background)
 
 
 def put_weights(
-    saving: Saving, engine: Engine, max_shard_size: int | str, folder: str = "", form: WeightFormat | None = None
+    saving: CheckpointWriter,
+    engine: Engine,
+    max_shard_size: int | str,
+    folder: str = "",
+    form: WeightFormat | None = None,
 ) -> None:
     """Write the model's weights in a folder inside the checkpoint, or in the checkpoint itself.
 
@@ -78,7 +82,7 @@ def put_weights(
         names = form or format_of(engine.model)
         if form is None:
             with adding_to_card(place, saving.target / folder):
-                names.describe(state, place)
+                names.write_metadata(state, place)
         return names.plan_files(state, place, max_shard_size)
 
     saving.weights(ParameterPieces(engine.units), plan_files, folder)
@@ -95,7 +99,7 @@ def load(
 ) -> None:
     """Read a checkpoint. No save may be under way."""
     wire = engine.wire
-    loading = Loading(wire, folder, verify=verify)
+    loading = CheckpointReader(wire, folder, verify=verify)
     if loading.manifest is None and wire.rank == 0:
         warnings.warn(
             f"{folder} has no zero_manifest.json: it is a plain model folder. Its weights are loaded without a check of "
@@ -116,11 +120,11 @@ def load(
             each()
     if wanted or not (engine.optimizers and engine.context.mixes_states):
         engine.forget_failure()
-    take_objects(loading, wire, objects or {}, free_host_bytes)
+    load_objects(loading, wire, objects or {}, free_host_bytes)
 
 
 @contextmanager
-def filling(engine: Engine, loading: Loading) -> Iterator[None]:
+def filling(engine: Engine, loading: CheckpointReader) -> Iterator[None]:
     """Write masters and an optimizer's states inside. What is gathered follows at the end. A collective.
 
     `engine.prepare_load` must come before. Where the block stops half-way, the model is refused until another load ends.

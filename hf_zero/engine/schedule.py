@@ -27,8 +27,8 @@ from ..core.units import is_plain_embedding
 from ..errors import StallError, StateError
 from .bucket import have_local
 from .context import Context
-from .graph import GONE, backward_id, calls_of, is_lookup, next_sequence_number, nodes_of, tensors_in, weakly
-from .reduces import Reduces
+from .graph import GONE, backward_id, calls_of, is_lookup, next_sequence_number, nodes_of, tensors_in, weak_hook
+from .reduce_queue import ReduceQueue
 from .tape import HIGHEST, Calls, Tape, Token, Use, Walk
 from .unit import State, Unit, have_gradients
 
@@ -43,15 +43,15 @@ class Schedule:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
         holds_gradients: a backward inside `no_sync` left gradients on this rank.
-        puts_off: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
+        deferred_last: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
     """
 
     def __init__(self, context: Context, after_sync: Callable[[], None]) -> None:
         self.context, self.units, self.events = context, context.units, context.events
-        self.frees, self._wire, self._after_sync = context.frees, context.wire, after_sync
+        self.reshards, self._wire, self._after_sync = context.reshards, context.wire, after_sync
         self.tape = Tape()
         self.sync = True
-        self.defers = self.puts_off = False
+        self.defers = self.deferred_last = False
         self._lost: str | None = None  # why gradients of this step are gone
         self._is_first = True  # of the backwards since the last step: if it raises, nothing else is gone
         self.in_backward, self._task = False, -1
@@ -59,7 +59,7 @@ class Schedule:
         self._has_run = False  # since gradients were cleared
         self._cleared: set[object] = set()  # optimizers whose gradients were, after the last backward
         self._may_have_missed = True  # a forward since the last flush has a graph; parameters may come with gradients
-        self._keeps_graph = False  # the backward builds a graph of itself
+        self._create_graph = False  # the backward builds a graph of itself
         self._sends = True  # the backward reduces gradients
         # Forward
         self._running: list[int] = [0] * len(self.units)
@@ -68,9 +68,9 @@ class Schedule:
         self._builds_graph = False  # this forward, or a part of it, builds a graph
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
-        self._tail: Unit | None = None  # the unit used last: the first that a backward needs
+        self._last: Unit | None = None  # the unit used last: the first that a backward needs
         # Backward
-        self.reduces = Reduces()
+        self.reduce_queue = ReduceQueue()
         self._walk = Walk()
         self._kept: set[Unit] = set()  # gathered until the backward ends
         self._kept_to_step: set[Unit] = set()
@@ -126,18 +126,18 @@ class Schedule:
         if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # no transfer will end
             return
         if torch.is_grad_enabled():
-            if self._tail is None and self._order and self._order[-1].index not in self.context.kept:
-                self._tail = self._order[-1]  # a host of it that was not called has kept it so far
-            hook = weakly(self, Schedule.begin)
+            if self._last is None and self._order and self._order[-1].index not in self.context.kept:
+                self._last = self._order[-1]  # a host of it that was not called has kept it so far
+            hook = weak_hook(self, Schedule.begin)
             for node in nodes_of(tensors_in(output), 0):
                 node.register_prehook(hook)
-        elif self._tail is not None and not self.tape.uses:  # else another rank's forward may have a graph
-            self._tail.release()
-            self._tail = None
+        elif self._last is not None and not self.tape.uses:  # else another rank's forward may have a graph
+            self._last.release()
+            self._last = None
         self._release_prefetched(keeps=self._keeps_units)
         for event in self.events.after_forward:
             event(output)
-        if self.frees and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
+        if self.reshards and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
             self.context.raise_failures("forward")
 
     @property
@@ -146,8 +146,8 @@ class Schedule:
         return self._builds_graph or bool(self.tape.uses)
 
     def _release_prefetched(self, *, keeps: bool = False) -> None:
-        for unit in self.units if self.frees else ():
-            if unit.state is State.SHARDED or unit is self._tail or self._running[unit.index] or unit in self._kept:
+        for unit in self.units if self.reshards else ():
+            if unit.state is State.SHARDED or unit is self._last or self._running[unit.index] or unit in self._kept:
                 continue
             if not (keeps and unit.index in self.context.kept):
                 unit.release()
@@ -170,18 +170,18 @@ class Schedule:
             for event in self.events.before_part:
                 event(unit)
             self._begin_forward()
-        tail = self._tail
+        tail = self._last
         if tail is not None and tail is not unit and not in_backward:
-            self._tail = None
+            self._last = None
             if not self._running[tail.index]:
                 tail.release()
         self._running[unit.index] += 1
         if unit.state is not State.GATHERED:
             unit.gather()
-            if self.frees and not in_backward:
+            if self.reshards and not in_backward:
                 self._prefetch(unit)
             unit.wait()
-        elif self.frees:
+        elif self.reshards:
             unit.allow_reads()
             if not in_backward:
                 self._prefetch(unit)
@@ -189,12 +189,12 @@ class Schedule:
             self._order.append(unit)
         use = None
         # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
-        has_graph = torch.is_grad_enabled() or (self.frees and self._builds_graph and not in_backward)
-        if has_graph and (self.frees or unit.trained):
+        has_graph = torch.is_grad_enabled() or (self.reshards and self._builds_graph and not in_backward)
+        if has_graph and (self.reshards or unit.trained):
             # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
-            is_apart = in_backward or (self.frees and self.context.is_unsharded)
-            use = Use(unit, -1, is_lookup=is_lookup) if is_apart else self.tape.open(unit, is_lookup=is_lookup)
-        if self.frees:
+            is_off_tape = in_backward or (self.reshards and self.context.is_unsharded)
+            use = Use(unit, -1, is_lookup=is_lookup) if is_off_tape else self.tape.open(unit, is_lookup=is_lookup)
+        if self.reshards:
             for event in self.events.use_begun:
                 event(unit)
         named = unit.named("forward") if profiler._is_profiler_enabled else None
@@ -218,21 +218,21 @@ class Schedule:
             named.__exit__(None, None, None)
         if self._running[unit.index]:
             self._running[unit.index] -= 1
-        found = tensors_in(output) if self.frees or use is not None else []
-        if self.frees:
+        found = tensors_in(output) if self.reshards or use is not None else []
+        if self.reshards:
             for event in self.events.use_ended:
                 event(unit, found)
         if use is not None:
             token = Token(use) if use.opened < 0 else self.tape.close(use)
-            nodes = nodes_of(found + tensors_in(inputs) if self.frees else found, first)
+            nodes = nodes_of(found + tensors_in(inputs) if self.reshards else found, first)
             if use.is_lookup and not all(is_lookup(node) for node in nodes):
                 use.reads = True
-            hook = weakly(self, Schedule.enter, token, gone=GONE)
+            hook = weak_hook(self, Schedule.enter, token, gone=GONE)
             for node in nodes:
                 node.register_prehook(hook)
-            if not found and output is not None and self.frees:
+            if not found and output is not None and self.reshards:
                 self._kept.add(unit)  # its output cannot be searched: only the end of the backward is certain
-        if not self.frees or self._running[unit.index]:
+        if not self.reshards or self._running[unit.index]:
             return
         unit.intercept_reads()  # whatever reads it from here on is a use of its own
         if unit in self._kept:
@@ -241,7 +241,7 @@ class Schedule:
             # Not by this call's own grad mode: user code may run a part without a graph on one rank.
             is_used_again = self._depth > 0 and self._awaited[unit.index]
             if not (is_used_again or (unit.index in self.context.kept and self._keeps_units)):
-                inner, self._tail = self._tail, unit
+                inner, self._last = self._last, unit
                 if inner is not None and inner is not unit and not self._running[inner.index]:
                     inner.release()  # the last one inside this call
         elif not self._walk.is_in(unit.index):
@@ -273,26 +273,26 @@ class Schedule:
         self._cleared.clear()
         self._wire.watch.phase = "backward"
         self._task = backward_id()
-        self._keeps_graph = torch.is_grad_enabled()
+        self._create_graph = torch.is_grad_enabled()
         for event in self.events.before_backward:
             event()
         self._list_uses()
         # Last: torch drops the callbacks of a backward that raises, and `recover` then cleans up.
-        Variable._execution_engine.queue_callback(weakly(self, Schedule.end))
+        Variable._execution_engine.queue_callback(weak_hook(self, Schedule.end))
 
     def _list_uses(self) -> None:
         """Agree on what this backward may reach."""
         each = self.context.policy.reduce_each_backward and not self.defers
         sends = self._sends = self.sync or each or self._wire.size == 1
-        if self.frees or sends:
-            mark = (self.context.flags_mark << 1 | sends) & HIGHEST
-            refuse = partial(self.context.refuse_other_marks, sends=sends)
+        if self.reshards or sends:
+            mark = (self.context.requires_grad_digest << 1 | sends) & HIGHEST
+            refuse = partial(self.context.raise_mismatch, sends=sends)
             start = self.tape.start_agreement
-            self.reduces.begin(start(self._wire, self.units, each_use=self.frees, mark=mark, refuse=refuse))
-            if self.frees:
-                self.reduces.agree()  # it lists the uses
+            self.reduce_queue.begin(start(self._wire, self.units, each_use=self.reshards, mark=mark, refuse=refuse))
+            if self.reshards:
+                self.reduce_queue.agree()  # it lists the uses
         else:
-            self.reduces.begin()
+            self.reduce_queue.begin()
             self.tape.list_reachable()
         self._walk = Walk(self.tape.uses)
 
@@ -305,28 +305,28 @@ class Schedule:
             self._enter_nested(use)
             return
         # From before the last step, or passed in the order of the tape and reached after all.
-        if not use.is_listed or (use.is_entered and use.is_done and self.frees):
+        if not use.is_listed or (use.is_entered and use.is_done and self.reshards):
             if use.reads:
-                self._need(self.units[use.index], kept=True)
+                self._ensure_gathered(self.units[use.index], kept=True)
             return
         if use.is_entered:
             return
         for each in self._walk.up_to(use):
-            self._arrive(each)
+            self._enter_use(each)
 
-    def _arrive(self, use: Use) -> None:
+    def _enter_use(self, use: Use) -> None:
         for earlier in self._walk.enter(use):  # entered first: an earlier use of its unit does not release it
             self._finish_use(earlier)
-        if not self.frees:
+        if not self.reshards:
             return
         if use.reads:
-            self._need(self.units[use.index])
+            self._ensure_gathered(self.units[use.index])
         # Also where this rank skips the use: gathers and reduces of all ranks are in one order.
         following = self._walk.next
         if following is not None and following.reads:
             self.units[following.index].gather()
 
-    def _need(self, unit: Unit, *, kept: bool = False) -> None:
+    def _ensure_gathered(self, unit: Unit, *, kept: bool = False) -> None:
         if unit.state is not State.GATHERED:
             unit.gather()
             unit.wait()
@@ -343,7 +343,7 @@ class Schedule:
                 if use.index == unit.index and use.reads:
                     self.enter(Token(use))  # in the order of the tape, like the ranks that come to its output
                     return True
-        self._need(unit, kept=True)
+        self._ensure_gathered(unit, kept=True)
         return True
 
     def _finish_use(self, use: Use) -> None:
@@ -351,27 +351,27 @@ class Schedule:
         self._walk.finish(use)
         unit = self.units[use.index]
         if self._sends and not self._walk.left[use.index]:
-            self.reduces.advance(self._walk.left)
-        stays = self._keeps_graph or unit in self._kept or self._running[unit.index]
-        if self.frees and not stays and not self._walk.needs(unit.index):
+            self.reduce_queue.advance(self._walk.left)
+        stays = self._create_graph or unit in self._kept or self._running[unit.index]
+        if self.reshards and not stays and not self._walk.needs(unit.index):
             unit.release()
 
     def _enter_nested(self, use: Use) -> None:
         """Enter a recomputed use in a backward inside the backward (reentrant checkpointing)."""
         if use.reads:
-            self._need(self.units[use.index])
+            self._ensure_gathered(self.units[use.index])
         if not use.is_entered:
             use.is_entered = True
             self._walk.entered.append(use)
-            Variable._execution_engine.queue_callback(weakly(self, Schedule.end_nested, use))
+            Variable._execution_engine.queue_callback(weak_hook(self, Schedule.end_nested, use))
 
     def end_nested(self, use: Use) -> None:
         walk, unit = self._walk, self.units[use.index]
         if use in walk.entered:
             walk.entered.remove(use)
-            if self.frees and not walk.left.get(unit.index):
+            if self.reshards and not walk.left.get(unit.index):
                 if self._sends:
-                    self.reduces.start(unit)
+                    self.reduce_queue.start(unit)
                 if not walk.is_in(unit.index) and unit not in self._kept:
                     unit.release()
 
@@ -379,8 +379,8 @@ class Schedule:
         """End a backward: release, reduce and agree on what is left."""
         if not self.in_backward or backward_id() != self._task:
             return
-        self._pass_uses()
-        if self._keeps_graph and self.frees:
+        self._finish_walk()
+        if self._create_graph and self.reshards:
             for unit in self.units:
                 if unit.state is State.GATHERED:  # the new graph has views of it
                     self.keep(unit, to_step=True)
@@ -388,11 +388,11 @@ class Schedule:
         self._release_prefetched()
         self._finish()
 
-    def _pass_uses(self) -> None:
+    def _finish_walk(self) -> None:
         """Pass the uses that this rank has not reached: other ranks did, and gather their units with this one."""
-        self._tail = None
+        self._last = None
         for use in self._walk.up_to():
-            self._arrive(use)
+            self._enter_use(use)
         for use in sorted(self._walk.entered, key=attrgetter("opened"), reverse=True):
             if use.is_listed:
                 self._finish_use(use)
@@ -400,9 +400,9 @@ class Schedule:
 
     def _finish(self) -> None:
         if not self.sync:
-            self.puts_off = self.defers
+            self.deferred_last = self.defers
         if self._sends:
-            self.reduces.finish()
+            self.reduce_queue.finish()
             self.holds_gradients = False
             self._after_sync()
         else:
@@ -442,7 +442,7 @@ class Schedule:
                 event()
             self.in_backward, self._has_run, self._is_first = True, True, False
             self._list_uses()  # other ranks may be in a backward whose hooks this rank has missed
-            self._pass_uses()
+            self._finish_walk()
             self._release_prefetched()
             self._finish()
         finally:
@@ -455,19 +455,19 @@ class Schedule:
         if self._cleared.issuperset(bound):
             self._lost, self._has_run = None, False
 
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         """Forget the passes of a step: the optimizer has used the gradients."""
         self.tape.clear()
-        self._keeps_graph = False
+        self._create_graph = False
 
     def quiesce(self) -> None:
         """Release what the stage releases, and wait for everything under way."""
         self.recover()
-        self._tail = None
+        self._last = None
         self._kept.clear()
         self._kept_to_step.clear()
         for unit in self.units:
-            if self.frees:
+            if self.reshards:
                 unit.release()
             elif unit.state is State.GATHERING:
                 unit.wait()
@@ -482,14 +482,14 @@ class Schedule:
             self._has_run = not self._is_first
             if self.context.has_updated:
                 self.context.fail_step("a backward raised after step_in_backward had updated some units")
-            self.reduces.drop()
+            self.reduce_queue.drop()
             self._walk = Walk()
             self.tape.clear()
             self._kept.clear()
             self._kept_to_step.clear()
-            self._tail = None
+            self._last = None
             for unit in self.units:
                 unit.drop_gradients()
-                if self.frees:
+                if self.reshards:
                     unit.release()
             self.in_backward = False

@@ -4,7 +4,7 @@ A segment is a contiguous part of one span's master slice whose parameters are i
 gradient in the same steps. Spans are never rebuilt: groups that change and gradients that are absent split segments, and a
 split makes views of the optimizer's state, with no copy and no communication. Segments are never merged again.
 
-For optimizers that need full matrices (`Span.is_whole`) a segment is one parameter of true shape, on the rank that owns it.
+For optimizers that need full matrices (`Span.is_unsliced`) a segment is one parameter of true shape, on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Segment:
         return self.stop - self.start
 
     @property
-    def here(self) -> slice:
+    def as_slice(self) -> slice:
         return slice(self.start, self.stop)
 
     @property
@@ -138,7 +138,7 @@ class Segment:
     @property
     def is_matrix(self) -> bool:
         """Return whether the segment is one parameter of true shape."""
-        return bool(self.members) and self.span.layout.is_whole
+        return bool(self.members) and self.span.layout.is_unsliced
 
     def _values(self) -> Tensor:
         if not self.members:
@@ -193,7 +193,7 @@ class Segment:
                 return True
         return False
 
-    def show_flag(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Give the optimizer's tensor `requires_grad` of its parameters."""
         if self.members:
             self.tensor.requires_grad_(any(self.span.params[index].requires_grad for index in self.members))
@@ -205,7 +205,7 @@ class Segment:
         # By assignment: the tensor's version counter is its own, and counts writes of the optimizer and of user code alone.
         self.tensor = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device), requires_grad=False)
         self.tensor.data = values
-        self.show_flag()
+        self.sync_requires_grad()
 
     def use_master(self, slice_values: Tensor) -> None:
         """Point the tensor at `slice_values`, the master's new memory."""
@@ -217,7 +217,9 @@ class Segment:
         """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
         span, context, shown = self.span, self.span.context, None
         is_hidden = (
-            context.away or span.tier is Tier.DISK or (context.hides_host_gradients and span.tier is not Tier.DEVICE)
+            context.states_offloaded
+            or span.tier is Tier.DISK
+            or (context.hides_host_gradients and span.tier is not Tier.DEVICE)
         )
         if self.has_grad and not is_hidden:
             grad: Any = span.bucket.grad

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..comm import agree
+from ..comm import agreement
 from ..comm.codec import CODECS
 from ..comm.group_wire import open_wire
 from ..comm.hybrid import in_replicas
@@ -17,21 +17,21 @@ from ..config import ZeroConfig
 from ..core.precision import Precision
 from ..core.units import LIMITS, Limits
 from ..errors import ConfigError, RankMismatchError, TierError
-from ..optimizers.facts import state_tensors
-from ..optimizers.kinds import kind_of
+from ..optimizers.kinds import optimizer_kind
+from ..optimizers.step_probe import state_tensors
 from ..plan.costs import Placement
-from ..plan.machine import Machine, here
-from ..plan.plan import Drafter, plan
+from ..plan.machine import Machine, free_memory
+from ..plan.plan import LayoutBuilder, plan
 from ..plan.solve import PlanInputs
 from ..tiers.fingerprint import fingerprint
-from ..tiers.host import freeing_at_once, keep_freed
-from ..tiers.pool import Storage
+from ..tiers.host import keep_freed_memory, returning_freed_memory
+from ..tiers.storage import Storage
 from ..tiers.tier import Tier
 from .build import build_units, device_of, move_buffers, specs_of
 from .context import Context
 from .engine import Engine, engine_of
-from .groups import bind, originals_of
 from .observer import Events, Observer
+from .param_groups import bind, originals_of
 from .parameter import original_class, place_of, source_of
 
 Made = TypeVar("Made", bound=Engine)
@@ -87,55 +87,55 @@ def shard(
     )
     precision = Precision.of(mixed_precision, config.reduce_dtype, config.full_precision, config.wire)
     wire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
-    with wire.watch.doing("zero.shard"):
+    with wire.watch.operation("zero.shard"):
         wire.start(config.stall_s)
     # What one rank refuses, every rank refuses, before anything has changed.
-    with agree.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
+    with agreement.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         _check_free(model)
         for observer in observers:
             observer.check(model, optimizers)
         config.check_world_size(wire.size)
         wire.codec = CODECS.get(config.wire)
         wire = in_replicas(wire, config.replicas)
-        drafter = Drafter(model, precision, limits, config.units)
+        builder = LayoutBuilder(model, precision, limits, config.units)
         where = device_of(model, device)
-        originals = originals_of(optimizers, drafter.names)
+        originals = originals_of(optimizers, builder.names)
         is_sharded = config.shards(wire.size) > 1
         kinds = [
-            kind_of(each, drafter.names, sharded=is_sharded, offloaded=config.offloads, class_of=original_class)
+            optimizer_kind(each, builder.names, sharded=is_sharded, offloaded=config.offloads, class_of=original_class)
             for each in optimizers
         ]
-        specs = specs_of(drafter, originals, optimizers, kinds)
-    agree.same_structure(wire, config, mixed_precision, specs, optimizers, drafter.names)
+        specs = specs_of(builder, originals, optimizers, kinds)
+    agreement.check_same_structure(wire, config, mixed_precision, specs, optimizers, builder.names)
     wire.open_groups()
-    created = {param: names[0] for param, names in drafter.names.items() if source_of(param) is None}
-    agree.same_values(wire, ((name, param.detach()) for param, name in created.items()), fingerprint)
+    created = {param: names[0] for param, names in builder.names.items() if source_of(param) is None}
+    agreement.broadcast_differing_values(wire, ((name, param.detach()) for param, name in created.items()), fingerprint)
 
     shards = config.shards(wire.size)
     policy = config.policy_for(wire.size)
-    layout = drafter.layout(specs, shards).seen_from((wire.shard_group or wire).rank)
+    layout = builder.layout(specs, shards).for_rank((wire.shard_group or wire).rank)
     storage = open_storage(where, wire.rank, config.offload_dir)
     events = Events(observers)
-    found = _memory_free_now(wire, where, config, machine or Machine(), drafter.names)
+    found = _memory_free_now(wire, where, config, machine or Machine(), builder.names)
     tensors = state_tensors(optimizers)
-    in_files = _in_files(drafter, wire)
+    in_files = _in_files(builder, wire)
     made = plan(
         PlanInputs(layout, found, config, wire.size, precision, tensors, sizes=storage.sizes, in_files=in_files)
     )
     if config.is_auto and not made.fits:
         raise ConfigError(made.shortfall)
-    context = Context(model, config, policy, precision, wire, storage, where, dict(drafter.names), events, layout, made)
+    context = Context(model, config, policy, precision, wire, storage, where, dict(builder.names), events, layout, made)
     context.kept = frozenset(made.kept)
     storage.uses_disk = config.offload_activations == "disk" or any(map(_on_disk, made.placements))
     storage.transient = config.step_in_backward
-    with agree.on_all_ranks(wire, "zero.shard", kind=TierError):
+    with agreement.on_all_ranks(wire, "zero.shard", kind=TierError):
         _check_offload(config, precision, storage, len(optimizers), shows_grads=bool(events.segment_grad_read))
         if storage.uses_disk and (needed := made.memory.stored_bytes(Tier.DISK)):
-            storage.disk.give_back(storage.disk.take(needed))  # refuses a disk without room
+            storage.disk.free(storage.disk.allocate(needed))  # refuses a disk without room
         if where.type == "cpu" and wire.size > 1 and policy.keep_full and not config.offloads:
-            keep_freed()  # not where memory counts most: the holes of the heap are a sixth of stage 3's peak
-        with freeing_at_once():
-            build_units(context, drafter, specs, made.placements)
+            keep_freed_memory()  # not where memory counts most: the holes of the heap are a sixth of stage 3's peak
+        with returning_freed_memory():
+            build_units(context, builder, specs, made.placements)
     move_buffers(model, where)
     return kind(context, bind(optimizers, context, originals, kinds))
 
@@ -172,14 +172,14 @@ def _memory_free_now(
     if not config.is_auto:
         return Machine()
     held = sum(param.untyped_storage().nbytes() for param in params if param.device == device)
-    free = here(device, ranks=wire.ranks_here(), offload_dir=config.offload_dir, held_bytes=held)
+    free = free_memory(device, ranks=wire.local_world_size(), offload_dir=config.offload_dir, held_bytes=held)
     everyone: list[Machine] = wire.exchange(free.with_speeds_of(machine))
-    return Machine.least(everyone)
+    return Machine.minimum(everyone)
 
 
-def _in_files(drafter: Drafter, wire: Wire) -> frozenset[str]:
+def _in_files(builder: LayoutBuilder, wire: Wire) -> frozenset[str]:
     """Return the parameters whose values are in files on every rank. A collective if some were created without values."""
-    sources = {names[0]: each for param, names in drafter.names.items() if (each := source_of(param)) is not None}
+    sources = {names[0]: each for param, names in builder.names.items() if (each := source_of(param)) is not None}
     mine = frozenset(name for name, source in sources.items() if source.files is not None)
     return mine.intersection(*wire.exchange(mine)) if sources else mine
 

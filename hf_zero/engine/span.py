@@ -6,7 +6,7 @@
 * `master`: 1-D, this rank's slice in the master dtype: the only copy of the values that survives a release. It is the
   memory of `local` where `full` is never released and both dtypes are equal. On the device, in host memory or on disk.
 * `copy`: the slice in the compute dtype, where the master is not on the device: what a gather reads. Where `full` stays it is
-  None, and `local` is what a gather reads. Code that writes the master writes there, too (`published`).
+  None, and `local` is what a gather reads. Code that writes the master writes there, too (`publish_target`).
 
 All writes go through `full`, `local` and `master`, never through a parameter, so parameters keep their version counters.
 """
@@ -25,13 +25,13 @@ from ..comm.inflight import DONE, Inflight
 from ..core.layout import Extent, Slot, SpanLayout
 from ..core.precision import dtype_of
 from ..plan.costs import Placement
-from ..tiers.array import DiskArray, FilePieces, OnDisk, Values, fetch
+from ..tiers.array import DiskArray, JoinedSource, OnDisk, Values, fetch
 from ..tiers.tier import Tier
 from .bucket import Bucket
 from .context import Context
-from .parameter import Place, adopt, set_raw_data, source_of
+from .parameter import Place, make_sharded, set_raw_data, source_of
 from .segments import Segment
-from .written import put, with_digits
+from .write_back import assign, with_digits
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -53,7 +53,7 @@ class Span:
         trainable: one of the parameters requires a gradient.
         segments: contiguous parts of the master that an optimizer updates, in order.
         bucket: this rank's gradients on their way to their owners, and the slice of the mean that this rank owns.
-        stays: a release does not free `full`.
+        is_persistent: a release does not free `full`.
         is_old: `full` does not have the masters' values. The same on every rank.
     """
 
@@ -65,14 +65,14 @@ class Span:
         self.rank = context.shard_rank
         self.trainable = layout.trainable
         self.compute_dtype, self.master_dtype = dtype_of(layout.spec.compute_dtype), dtype_of(layout.spec.master_dtype)
-        self.tier = placement.home
+        self.tier = placement.master_tier
         self.copy_tier = placement.parameters
         self.codec = gather_codec(layout)
-        self.stays = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
+        self.is_persistent = context.policy.keep_full or (layout.shards == 1 and self.copy_tier is Tier.DEVICE)
         self.segments: list[Segment] = []
         self.is_old = False
         self._is_dropped = False
-        self._hidden: list[_Buffer] = []
+        self._stacked: list[_Buffer] = []
         """Buffers that another one hides, the usual one first."""
         self._fill(params)
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
@@ -80,7 +80,7 @@ class Span:
         self.full_bytes = self.full.nbytes
         self._own_views = 3 + 2 * len(self.views)  # `full`, `local`, the storage; each view and its parameter
         self._states: dict[str, OnDisk] = {}
-        self._gathered_bytes = 0 if self.stays else self.full_bytes
+        self._gathered_bytes = 0 if self.is_persistent else self.full_bytes
         context.storage.ledger.device.add("gathered", self._gathered_bytes)
         self.bucket = Bucket(self)
 
@@ -90,7 +90,7 @@ class Span:
         low, high = layout.bounds(self.rank)
         files = self._files_of(params)
         exact = torch.empty(layout.numel, dtype=self.master_dtype, device=self.device)
-        reads = files is None or self.stays
+        reads = files is None or self.is_persistent
         for slot, param in zip(layout.slots, params):
             view, source = exact[slot.offset : slot.stop].view(slot.spec.shape), source_of(param)
             if source is None:
@@ -104,7 +104,7 @@ class Span:
         self.local, self.local_numel = self.full[low:high], high - low
         self.master: Values = self._new_master(exact[low:high]) if files is None else files
         self.copy: Values | None = self._new_copy() if reads else files
-        if self.codec is not None and self.stays:
+        if self.codec is not None and self.is_persistent:
             for rank in range(layout.shards):  # as after every gather from now on
                 begin, end = layout.bounds(rank)
                 self.full[begin:end].copy_(self.codec.rounded(self.full[begin:end]))
@@ -119,20 +119,22 @@ class Span:
         if not all(self.context.wire.exchange(in_files)):  # a rank wrote its part
             return None
         files = {slot.spec.name: each for slot, each in zip(self.layout.slots, found) if each is not None}
-        parts = [(part.start, files[part.source.spec.name][part.there]) for part in self.layout.overlaps(self.rank)]
+        parts = [
+            (part.start, files[part.source.spec.name][part.source_slice]) for part in self.layout.overlaps(self.rank)
+        ]
         storage, numel = self.context.storage, self.layout.bounds(self.rank)[1] - self.layout.bounds(self.rank)[0]
-        base = FilePieces(numel, self.master_dtype, parts, storage.meter)
+        base = JoinedSource(numel, self.master_dtype, parts, storage.meter)
         return OnDisk(DiskArray(storage.disk, numel, self.master_dtype, base))
 
     def _new_master(self, values: Tensor) -> Values:
         if self.tier is Tier.DEVICE:
-            is_local = self.stays and self.compute_dtype == self.master_dtype and self.codec is None
+            is_local = self.is_persistent and self.compute_dtype == self.master_dtype and self.codec is None
             return self.local if is_local else values.clone()
         return self.context.storage.store(self.tier, values)
 
     def _new_copy(self) -> Values | None:
         """Return the copy that a gather reads where the master is elsewhere, in the compute dtype."""
-        if self.tier is Tier.DEVICE or self.stays:
+        if self.tier is Tier.DEVICE or self.is_persistent:
             return None
         if self.copy_tier is self.tier and self.compute_dtype == self.master_dtype:
             return self.master
@@ -142,11 +144,11 @@ class Span:
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
-    def adopt_params(self, unit: Unit) -> None:
+    def attach_params(self, unit: Unit) -> None:
         """Point the parameters at `full`, and make them report access."""
         self.unit = unit
         for index, (param, view) in enumerate(zip(self.params, self.views)):
-            adopt(param, Place(self, index))
+            make_sharded(param, Place(self, index))
             set_raw_data(param, view)
 
     def view(self, index: int) -> Tensor:
@@ -156,17 +158,17 @@ class Span:
     def name_of(self, index: int) -> str:
         return self.layout.slots[index].spec.name
 
-    def follow_flags(self) -> None:
+    def sync_requires_grad(self) -> None:
         """Take up `requires_grad` of the parameters."""
         flags = [param.requires_grad for param in self.params]
         self.trainable = any(flags)
         for segment in self.segments:
-            segment.show_flag()
+            segment.sync_requires_grad()
 
     # Gather and release -----------------------------------------------------------------------------------------------
 
     @property
-    def is_alias(self) -> bool:
+    def master_is_local(self) -> bool:
         """Return whether the master is the memory of `local`."""
         return self.master is self.local
 
@@ -184,7 +186,7 @@ class Span:
 
     def load_local(self) -> Inflight:
         """Start to fill `local` from the master, or from its copy."""
-        if self._hidden:
+        if self._stacked:
             return self._load_master()
         if self.tier is not Tier.DEVICE and self.copy is None:
             return DONE  # `local` has the values: code that wrote the master wrote it
@@ -198,12 +200,12 @@ class Span:
         return self.context.storage.load(source, self.local)
 
     @property
-    def published(self) -> Values | None:
+    def publish_target(self) -> Values | None:
         """Return the memory that new values of a master off the device must be written to as well, in the compute dtype."""
         if self.tier is Tier.DEVICE:
             return None
         if self.copy is None:
-            return self._hidden[0][1] if self._hidden else self.local
+            return self._stacked[0][1] if self._stacked else self.local
         return None if self.copy is self.master else self.copy
 
     def gather(self) -> Inflight:
@@ -220,8 +222,8 @@ class Span:
     def close(self) -> None:
         """Release the memory of `full`."""
         while self._is_dropped:
-            self._drop_buffer()
-        if not self.stays:
+            self._pop_buffer()
+        if not self.is_persistent:
             self._storage.resize_(0)
             self._uncount()
 
@@ -232,7 +234,7 @@ class Span:
     def drop(self) -> None:
         """Free the memory of `full` where it stays. `restore` gives it back; the values are undefined then."""
         if self.has_outside_views or not self._storage.resizable():
-            self.leave_storage()
+            self.move_to_new_storage()
         self._storage.resize_(0)
 
     def restore(self) -> None:
@@ -247,7 +249,7 @@ class Span:
     # Another buffer ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def show(self, dtype: torch.dtype, purpose: str, *, masters: bool) -> None:
+    def push_buffer(self, dtype: torch.dtype, purpose: str, *, masters: bool) -> None:
         """Point the parameters at another buffer, in `dtype`, without codes, and hide the one that they have now.
 
         Args:
@@ -259,44 +261,44 @@ class Span:
         values, numel = self.full, self.layout.numel
         make = partial(torch.empty, numel, dtype=dtype, device=self.device)
         full = self.context.storage.allocate("gathered", purpose, numel * dtype.itemsize, make)
-        self._hide(full, is_dropped=True)
+        self._push(full, is_dropped=True)
         self.is_old = masters
         if not masters:
             full.copy_(values)
 
-    def show_released(self, dtype: torch.dtype) -> None:
-        """As `show`, of a released unit: gathers fill the buffer from the masters, and releases free its memory."""
-        self._hide(torch.empty(self.layout.numel, dtype=dtype, device=self.device), is_dropped=False)
+    def push_released_buffer(self, dtype: torch.dtype) -> None:
+        """As `push_buffer`, of a released unit: gathers fill the buffer from the masters, and releases free its memory."""
+        self._push(torch.empty(self.layout.numel, dtype=dtype, device=self.device), is_dropped=False)
         self._storage.resize_(0)
         self._gathered_bytes = 0
 
-    def _hide(self, full: Tensor, *, is_dropped: bool) -> None:
+    def _push(self, full: Tensor, *, is_dropped: bool) -> None:
         low, high = self.layout.bounds(self.rank)
         views = [full[slot.offset : slot.stop].view(slot.spec.shape) for slot in self.layout.slots]
-        self._hidden.append((self.full, self.local, self.views, self._storage, self.codec, self._is_dropped))
+        self._stacked.append((self.full, self.local, self.views, self._storage, self.codec, self._is_dropped))
         self._use((full, full[low:high], views, full.untyped_storage(), None, is_dropped))
 
-    def _drop_buffer(self) -> None:
+    def _pop_buffer(self) -> None:
         # The buffer is dropped, not resized: graphs that were built meanwhile hold it.
         self.context.storage.ledger.device.now["gathered"] -= self._storage.nbytes()
-        self._use(self._hidden.pop())
+        self._use(self._stacked.pop())
 
     @property
-    def hidden(self) -> int:
+    def buffer_depth(self) -> int:
         """Return the number of hidden buffers."""
-        return len(self._hidden)
+        return len(self._stacked)
 
     @torch.no_grad()
-    def show_usual(self, kept: Sequence[int] = (), hidden: int = 0) -> None:
+    def pop_buffers(self, kept: Sequence[int] = (), depth: int = 0) -> None:
         """Point the parameters at the usual buffer again, or at a later one.
 
         Args:
             kept: parameters that were written, by index. Elements that are not those of the buffer, rounded, go there.
-            hidden: how many buffers stay hidden.
+            depth: how many buffers stay hidden.
         """
-        while len(self._hidden) > hidden:
+        while len(self._stacked) > depth:
             views = self.views
-            self._drop_buffer()
+            self._pop_buffer()
             for index in kept if self.is_readable else ():
                 old, new = self.views[index], views[index]
                 old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
@@ -304,7 +306,7 @@ class Span:
     def _use(self, buffer: _Buffer) -> None:
         self.full, self.local, self.views, self._storage, self.codec, self._is_dropped = buffer
         self.full_bytes = self.full.nbytes
-        if not self.stays:
+        if not self.is_persistent:
             self._gathered_bytes = self._storage.nbytes()
         with torch._C.DisableTorchFunctionSubclass():
             for param, view in zip(self.params, self.views):
@@ -323,18 +325,18 @@ class Span:
     @torch.no_grad()
     def keep_writes(self) -> None:
         """Give the master those elements of `local` that are not its own, rounded: user code wrote them."""
-        if not self.is_alias:
+        if not self.master_is_local:
             master = self.values().to(self.device)
             self.write(0, with_digits(master, self.local))
 
     @torch.no_grad()
-    def leave_storage(self) -> None:
+    def move_to_new_storage(self) -> None:
         """Give `full` other memory with the same values. Views that user code holds keep the old one: a snapshot."""
         old = self._storage
         new = torch.UntypedStorage(self.full_bytes, device=self.device)
         if old.nbytes():
             new.copy_(old)
-        local_is_master = self.is_alias
+        local_is_master = self.master_is_local
         for tensor in (self.full, self.local, *self.views):
             tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
         with torch._C.DisableTorchFunctionSubclass():
@@ -372,8 +374,8 @@ class Span:
         """As `write`, where what user code wrote to parameters is in the master already."""
         self.unit.wait_for_step()
         self.master[start : start + values.numel()].copy_(values)
-        if self.published is not None:
-            self.published[start : start + values.numel()].copy_(values.to(self.compute_dtype))
+        if self.publish_target is not None:
+            self.publish_target[start : start + values.numel()].copy_(values.to(self.compute_dtype))
 
     def publish(self) -> None:
         """Carry the master's values to what gathers read, where that is other memory than the device's.
@@ -381,7 +383,7 @@ class Span:
         Raises:
             TierError: they could not be read or written.
         """
-        target = self.published
+        target = self.publish_target
         if isinstance(target, Tensor) and isinstance(self.master, OnDisk):
             self.master.read_into(target)
         elif target is not None:
@@ -399,23 +401,23 @@ class Span:
             self._states[name] = whole
         return whole
 
-    def put(self, index: int, values: Tensor) -> None:
+    def assign(self, index: int, values: Tensor) -> None:
         """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory."""
         if self.unit.state.name == "GATHERING":
             self.unit.wait()
         if self.is_readable and self.has_outside_views:
-            self.leave_storage()  # what user code has read keeps its values, and `values` may be a part of it
-        put(self, index, values)
+            self.move_to_new_storage()  # what user code has read keeps its values, and `values` may be a part of it
+        assign(self, index, values)
 
     @property
     def is_readable(self) -> bool:
         """Return whether `full` has memory. Asks the storage: a signal may come between a change and any record of it."""
-        return self.stays or self._storage.nbytes() == self.full_bytes
+        return self.is_persistent or self._storage.nbytes() == self.full_bytes
 
     @property
     def is_freed_in_place(self) -> bool:
         """Return whether the next release resizes the memory of `full`."""
-        return not self._is_dropped and not self.stays and self._storage.nbytes() > 0
+        return not self._is_dropped and not self.is_persistent and self._storage.nbytes() > 0
 
     @property
     def has_outside_views(self) -> bool:

@@ -22,7 +22,7 @@ from ..errors import StallError
 from ..tiers.fingerprint import sample
 
 if TYPE_CHECKING:
-    from .bound import BoundOptimizers
+    from .bound_optimizers import BoundOptimizers
 
 Closure = Callable[[], Any]
 

@@ -48,7 +48,7 @@ class Unit:
         trained: spans whose gradients are reduced.
         step: an update of its offloaded spans by another thread; None if there is none.
         is_pinned: full parameters stay gathered, whatever passes do: `release` does nothing.
-        is_apart: what user code writes to full parameters is not carried into the masters.
+        ignores_writes: what user code writes to full parameters is not carried into the masters.
         allows_reads: operations on parameters read them as they are. Else each asks the observers first.
     """
 
@@ -63,15 +63,15 @@ class Unit:
         self.state = State.GATHERED
         self.allows_reads = True
         self.step: UnitStep | None = None
-        self.is_pinned = self.is_apart = False
+        self.is_pinned = self.ignores_writes = False
         self._uses_disk = any(span.copy_tier is Tier.DISK and span.tier is not Tier.DEVICE for span in spans)
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
-        self._is_whole = True
+        self._are_transfers_known = True
         """All that is under way is in these two. Else Ctrl-C came: there may be reads that nothing waits for."""
         self._reduces: list[tuple[Span, Inflight, Tensor, Tensor]] = []
         for span in spans:
-            span.adopt_params(self)
+            span.attach_params(self)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
@@ -91,13 +91,13 @@ class Unit:
         # All memory before the first message: without memory this raises with nothing under way.
         for span in self.spans:
             span.open(f"gathering unit {self.name!r}")
-        if not self._is_whole:
+        if not self._are_transfers_known:
             wait_for_transfers()
-        self._is_whole = False
+        self._are_transfers_known = False
         self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
         if not self._uses_disk:
             self._send()
-        self.state, self._is_whole = State.GATHERING, True
+        self.state, self._are_transfers_known = State.GATHERING, True
 
     def _send(self) -> None:
         for number, load in enumerate(self._loads):
@@ -106,10 +106,10 @@ class Unit:
             except TierError as error:
                 # Other ranks wait for this slice: they get NaN, and every rank raises at the end of the pass.
                 self._loads[number] = DONE
-                self.context.note_failure(error)
+                self.context.record_failure(error)
                 for span in self.spans:
                     span.local.fill_(float("nan") if span.local.is_floating_point() else 0)
-        self._gathers = [span.gather() for span in self.spans if not span.stays or span.is_old]
+        self._gathers = [span.gather() for span in self.spans if not span.is_persistent or span.is_old]
 
     def wait(self) -> None:
         """Wait until the full parameters are readable."""
@@ -123,12 +123,12 @@ class Unit:
 
     def _wait(self) -> None:
         if self._uses_disk and not self._gathers:
-            if not self._is_whole:
+            if not self._are_transfers_known:
                 wait_for_transfers()
                 self._loads = [load for span in self.spans if (load := span.load_local()) is not DONE]
-            self._is_whole = False
+            self._are_transfers_known = False
             self._send()
-            self._is_whole = True
+            self._are_transfers_known = True
         for transfer in (*self._loads, *self._gathers):
             transfer.close()  # user code may write from here on to what was sent
         self._loads, self._gathers = [], []
@@ -145,7 +145,7 @@ class Unit:
 
     def intercept_reads(self) -> None:
         """Intercept reads: the use of the full parameters is over. They may still be gathered."""
-        if self.allows_reads and self.context.frees and not self.is_pinned:
+        if self.allows_reads and self.context.reshards and not self.is_pinned:
             set_released(self.params, True)
             self.allows_reads = False  # last: after a signal between the two the next call intercepts them again
 
@@ -156,7 +156,7 @@ class Unit:
 
     def release(self) -> None:
         """Free the full parameters, unless the stage keeps them."""
-        if self.state is State.SHARDED or not self.context.frees or self.is_pinned:
+        if self.state is State.SHARDED or not self.context.reshards or self.is_pinned:
             return
         if self.state is State.GATHERING:
             self.wait()
@@ -176,7 +176,7 @@ class Unit:
         """Mark what is gathered as old: the masters of these spans were written. The same on every rank."""
         for span in self.spans if spans is None else spans:
             span.is_old = True
-        for span in () if self.context.frees else self.spans:
+        for span in () if self.context.reshards else self.spans:
             if span.is_old:
                 self.state = State.SHARDED
 
@@ -199,9 +199,9 @@ class Unit:
         self.step = None  # not before: Ctrl-C may end the wait
         self.context.step_wait_s += time.perf_counter() - started
         if error is not None:
-            self.context.note_failure(error, half_done=True)
+            self.context.record_failure(error, half_done=True)
 
-    def follow_flags(self, *, keeps: bool) -> bool:
+    def sync_requires_grad(self, *, keeps: bool) -> bool:
         """Take up `requires_grad` of the parameters. The same on every rank.
 
         Args:
@@ -213,7 +213,7 @@ class Unit:
         before = self.trained
         self.trained = []
         for span in self.spans:
-            span.follow_flags()
+            span.sync_requires_grad()
             if span.trainable or span.bucket.grad is not None or (keeps and span in before):
                 self.trained.append(span)
         return not all(span.trainable for span in self.trained)

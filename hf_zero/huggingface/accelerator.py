@@ -21,18 +21,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..config import ZeroConfig
-from ..core.instance import replaced
+from ..core.patching import patched
 from ..engine.parameter import place_of
 from ..errors import ConfigError, LayoutError, UnsupportedOptimizerError
 from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
-from ..params.shard import shard, take_wrapper_off
+from ..params.shard import shard, unwrap_compiled
 from ..plan.machine import measured
 from ..sequence.parallel import SequenceParallel
 from .accelerator_state import ZeroStateMixin
 from .arguments import check_counts
 from .checkpoints import bare_optimizer
-from .sequences import SharesSamples
+from .sequences import SharedSamplesMixin
 
 
 def adopt_calling_trainer() -> bool:
@@ -44,7 +44,7 @@ def adopt_calling_trainer() -> bool:
     return adopt_trainer()
 
 
-class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
+class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
     """Override what a sharded model needs; data, metrics, schedulers and tracking are the stock Accelerator's."""
 
     zero_config: ZeroConfig
@@ -54,7 +54,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as accelerate does, in any order and number of calls; no optimizer before its model."""
         optimizers = [bare_optimizer(obj) for obj in args if isinstance(obj, Optimizer)]
-        wrappers = {obj: take_wrapper_off(obj) for obj in args if isinstance(obj, nn.Module)}
+        wrappers = {obj: unwrap_compiled(obj) for obj in args if isinstance(obj, nn.Module)}
         args = tuple(wrappers[obj][0] if isinstance(obj, nn.Module) else obj for obj in args)
         for position, obj in enumerate(args):
             if isinstance(obj, nn.Module):
@@ -79,7 +79,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
         # A model that was evaluated first has accelerate's mark and passes through: its forward already runs under
         # autocast, and the engine's hooks work around any forward.
         dynamo = self.state.dynamo_plugin
-        with replaced([(dynamo, "backend", DynamoBackend.NO)]):
+        with patched([(dynamo, "backend", DynamoBackend.NO)]):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if dynamo.backend != DynamoBackend.NO and not engine.is_compiled:
             engine.compile(**dynamo.to_kwargs())
@@ -247,7 +247,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharesSamples):
                 f"each rank will have, and {_ALL_RANKS}: prepare the loader, or leave the context out and {_REMEDY}"
             )
         asked = [] if even_batches is None else [(found, "even_batches", even_batches) for found in samplers.values()]
-        with replaced(asked):
+        with patched(asked):
             yield
 
     # -- which engine --

@@ -6,7 +6,7 @@
              scheduler.bin, random_states_0.pkl, …  accelerate's own
              zero_manifest.json                     last
 
-One `Saving`: accelerate's own code writes small files into the staged folder, and every rank writes its own ranges there.
+One `CheckpointWriter`: accelerate's code writes small files into the staged folder, and every rank writes its own ranges there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from accelerate.utils import save as save_plain
 from safetensors.torch import load_file
 from torch import nn
 
-from ..checkpoint.load import Loading
+from ..checkpoint.load import CheckpointReader
 from ..checkpoint.ranges import NamedPiece
-from ..checkpoint.save import Saving, is_ours, optimizer_folder
+from ..checkpoint.save import CheckpointWriter, is_hf_zero_checkpoint, optimizer_folder
 from ..checkpoint.series import CheckpointSeries
 from ..checkpoint.weights import StateDictFormat, format_of
-from ..comm.agree import on_all_ranks
-from ..core.instance import replaced
+from ..comm.agreement import on_all_ranks
 from ..core.layout import Extent
+from ..core.patching import patched
 from ..engine.pieces import ParameterPieces
 from ..engine.saving import filling, open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
@@ -39,13 +39,13 @@ from ..params.engine import Engine, engine_of
 from ..tiers.array import fetch, flat_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
+    agree_is_checkpoint,
     bare_optimizer,
-    hand_in,
-    is_ours_everywhere,
     load_optimizer,
-    put_whole,
+    save_gathered,
+    send_small_files,
 )
-from .stock import AcceleratorBase, serving, stand_in_state
+from .patches import AcceleratorBase, meta_state_dict, patched_state_dict
 
 
 class ZeroStateMixin(AcceleratorBase):
@@ -96,7 +96,7 @@ class ZeroStateMixin(AcceleratorBase):
         if engine is None:
             folder = Path(save_directory)
             if self.is_main_process and "model" in format_of(model).stems and not folder.is_file():
-                format_of(model).describe(stand_in_state(model), folder)
+                format_of(model).write_metadata(meta_state_dict(model), folder)
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         self._zero_refuse_each_node()
         self._zero_wait_for_save()
@@ -106,12 +106,12 @@ class ZeroStateMixin(AcceleratorBase):
             if form is not None:
                 with on_all_ranks(engine.wire, f"saving to {saving.target}"):
                     if engine.rank == 0:
-                        own.describe(engine.outline(), saving.folder)
+                        own.write_metadata(engine.outline(), saving.folder)
             stock: Any = super().save_model
             if safe_serialization and stock.__func__ is Accelerator.save_model:
                 put_weights(saving, engine, max_shard_size, form=form)
             else:  # pickled, or a subclass saves in its own way: from values
-                put_whole(saving, engine, partial(stock, model, saving.folder, max_shard_size, safe_serialization))
+                save_gathered(saving, engine, partial(stock, model, saving.folder, max_shard_size, safe_serialization))
             saving.commit()
         return None
 
@@ -149,10 +149,10 @@ class ZeroStateMixin(AcceleratorBase):
         if series is not None:
             target = series.folder / f"{series.prefix}{self.save_iteration}"
             with on_all_ranks(engine.wire, f"saving to {target}") as report:
-                report.mine = target.exists(), series.next_number()
-            exists, following = report.everyone[0]
+                report.local = target.exists(), series.next_number()
+            exists, following = report.by_rank[0]
             # A load that skipped a damaged folder continues from an older one: the next save replaces the damaged one.
-            if exists and series.why_broken(engine.wire, target) is None:
+            if exists and series.find_damage(engine.wire, target) is None:
                 raise ValueError(
                     f"Checkpoint directory {target} ({self.save_iteration}) already exists and is complete. Set "
                     f"accelerator.project_configuration.iteration = {following} to continue after the existing ones."
@@ -168,16 +168,16 @@ class ZeroStateMixin(AcceleratorBase):
                 for index, optimizer in enumerate(self._optimizers):
                     state = self._zero_bound_engine(optimizer).optimizer_state(bare_optimizer(optimizer))
                     saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=optimizer_folder(index))
-                hand_in(saving, engine.wire)
-                then = partial(self._zero_after, engine, series, target)
-                engine.saves.commit(saving, behind=engine.config.async_save, then=then)
+                send_small_files(saving, engine.wire)
+                on_complete = partial(self._zero_after, engine, series, target)
+                engine.saves.commit(saving, in_background=engine.config.async_save, on_complete=on_complete)
         except BaseException:
             project.automatic_checkpoint_naming, project.iteration = named, iteration
             raise
         return target
 
     def _zero_small_files(
-        self, saving: Saving, engine: Engine, stock: Callable[..., Any], settings: dict[str, Any]
+        self, saving: CheckpointWriter, engine: Engine, stock: Callable[..., Any], settings: dict[str, Any]
     ) -> list[int]:
         """Run accelerate's `save_state` and registered hooks. Returns the indices of models that are still to be saved."""
         # A user's hook may save on one rank, so it needs values.
@@ -193,19 +193,19 @@ class ZeroStateMixin(AcceleratorBase):
         # states that stay in the list. This one must be last: a hook has saved what it removed; the others are saved here.
         hook = self.register_save_state_pre_hook(take_states)
         optimizers, self._optimizers = self._optimizers, []
-        shown = [item for model, state in states.items() for item in serving(model, state)]
+        shown = [item for model, state in states.items() for item in patched_state_dict(model, state)]
         shown.append((self, "get_state_dict", lambda model, *args, **kwargs: states[model]))
         try:
-            with on_all_ranks(engine.wire, f"saving to {saving.target}") as report, replaced(shown):
+            with on_all_ranks(engine.wire, f"saving to {saving.target}") as report, patched(shown):
                 stock(str(saving.folder), True, **settings)
-                report.mine = left
+                report.local = left
         finally:
             hook.remove()
             self._optimizers = optimizers
-        writers: list[int] = report.everyone[0]  # a hook may save, and take from the list, on the main process alone
+        writers: list[int] = report.by_rank[0]  # a hook may save, and take from the list, on the main process alone
         return writers
 
-    def _zero_put_model(self, saving: Saving, first: Engine, index: int) -> None:
+    def _zero_put_model(self, saving: CheckpointWriter, first: Engine, index: int) -> None:
         model = self._models[index]
         engine = engine_of(model)
         inside = f"model_{index}" if index else ""
@@ -239,7 +239,7 @@ class ZeroStateMixin(AcceleratorBase):
             return super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         self._zero_wait_for_save()
         folder = self._zero_choose(engine, input_dir)
-        loading = Loading(engine.wire, folder) if is_ours_everywhere(engine.wire, folder) else None
+        loading = CheckpointReader(engine.wire, folder) if agree_is_checkpoint(engine.wire, folder) else None
         strict = load_model_func_kwargs.get("strict", True)
         every = list(self._models)
 
@@ -285,7 +285,7 @@ class ZeroStateMixin(AcceleratorBase):
             folder = Path(given).expanduser()
             if not folder.is_dir():
                 raise ValueError(f"Tried to find {folder} but folder does not exist")
-            if not is_ours(folder) and engine.rank == 0:
+            if not is_hf_zero_checkpoint(folder) and engine.rank == 0:
                 warnings.warn(
                     f"{folder} has no zero_manifest.json: it is of plain accelerate, and nothing vouches for its bytes",
                     stacklevel=3,
@@ -293,7 +293,7 @@ class ZeroStateMixin(AcceleratorBase):
             return folder
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        newest = self._zero_series.newest_whole(engine.wire)
+        newest = self._zero_series.newest_complete(engine.wire)
         if newest is None:
             folder = self._zero_series.folder
             raise CheckpointError(f"{folder} holds no checkpoint_N: nothing has been saved there")
@@ -304,7 +304,7 @@ class ZeroStateMixin(AcceleratorBase):
             raise ConfigError("save_on_each_node=True: all ranks write one folder together; save to a shared one")
 
 
-def _load_weights(loading: Loading, engine: Engine, strict: bool, folder: str) -> None:
+def _load_weights(loading: CheckpointReader, engine: Engine, strict: bool, folder: str) -> None:
     engine.prepare_load()
     with filling(engine, loading):
         pieces, form = ParameterPieces(engine.units), format_of(engine.model)
@@ -330,7 +330,7 @@ class _Everything:
                 param.copy_(fetch(self._flat[name]).view(param.shape))
 
 
-def _load_unsharded(loading: Loading, model: nn.Module, strict: bool, folder: str) -> None:
+def _load_unsharded(loading: CheckpointReader, model: nn.Module, strict: bool, folder: str) -> None:
     form = format_of(model)
     if "model" not in form.stems and not any(
         (loading.folder / folder / f"{stem}.safetensors").is_file() for stem in form.stems

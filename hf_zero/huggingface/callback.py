@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from ..checkpoint.cards import CARD, RunFacts, card_for, is_unwritten, metrics_at, read_card, sealed
+from ..checkpoint.cards import CARD, RunFacts, card_for, is_machine_written, metrics_at, read_card, sealed
 from ..checkpoint.files import is_number
 from ..compat.preemption import Preemption, on_preemption
 from ..config import size_text
@@ -33,12 +33,12 @@ from ..diagnostics.usage import measure
 from ..errors import ConfigError
 from ..params.engine import Engine, engine_of
 from ..plan.costs import TIERS
-from ..plan.machine import here
+from ..plan.machine import free_memory
 from ..plan.report import end, start
-from ..plan.solve import LIMITED
+from ..plan.solve import TIERS_OF_LIMIT
 from ..tiers.tier import Tier
 from .arguments import ONE_RANK
-from .stock import show
+from .patches import show
 
 PREFIX = "zero/"
 """Prefix of the engine's measurements in a log."""
@@ -218,7 +218,7 @@ class PreemptionCallback(TrainerCallback):
 
     @classmethod
     @contextmanager
-    def at_work(cls, callbacks: list[TrainerCallback]) -> Iterator[None]:
+    def installed(cls, callbacks: list[TrainerCallback]) -> Iterator[None]:
         """Replace transformers' callback in `callbacks` by this one, and restore signal handlers after training.
 
         Also after an exception, which the stock code reports to no callback.
@@ -258,11 +258,11 @@ def _limits(engine: Engine) -> dict[str, tuple[int, str]]:
     context = engine.context
     held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
-    machine = here(context.device, ranks=ranks, offload_dir=context.config.offload_dir, held_bytes=held)
+    machine = free_memory(context.device, ranks=ranks, offload_dir=context.config.offload_dir, held_bytes=held)
     free = zip(TIERS, (machine.device_memory, machine.host_memory, machine.disk_free))
     found = {tier.value: (size, "free") for tier, size in free if size}
     budgets = context.plan.inputs.budgets.items()
-    return found | {tier.value: (limit, "budget") for name, limit in budgets for tier in LIMITED[name]}
+    return found | {tier.value: (limit, "budget") for name, limit in budgets for tier in TIERS_OF_LIMIT[name]}
 
 
 def _engine_in(event: dict[str, Any]) -> Engine | None:
@@ -331,7 +331,7 @@ def write_card(trainer: Trainer, folder: Path, asked: Mapping[str, Any]) -> None
         asked: the arguments of `create_model_card`.
     """
     path = folder / CARD
-    if path.is_file() and not is_unwritten(read_card(path)):
+    if path.is_file() and not is_machine_written(read_card(path)):
         return
     given: dict[str, Any] = {
         "language": asked.get("language"),

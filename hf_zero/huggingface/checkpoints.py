@@ -1,7 +1,7 @@
 """Saving and loading that the Trainer and accelerate share.
 
 The stock code writes a checkpoint's small files into the staged folder; every rank writes weights and optimizer state
-there through `Saving`. One rename makes the complete folder appear.
+there through `CheckpointWriter`. One rename makes the complete folder appear.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from pathlib import Path
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from ..checkpoint.load import Loading
-from ..checkpoint.save import Saving, is_ours
-from ..comm.agree import on_all_ranks
+from ..checkpoint.load import CheckpointReader
+from ..checkpoint.save import CheckpointWriter, is_hf_zero_checkpoint
+from ..comm.agreement import on_all_ranks
 from ..comm.wire import Wire
-from ..core.instance import replaced
+from ..core.patching import patched
 from ..engine.saving import filling
 from ..errors import CheckpointError, OutOfMemoryError
 from ..params.engine import Engine
-from .stock import serving
+from .patches import patched_state_dict
 
 MAX_SHARD_SIZE = "50GB"
 """Largest weight file, as in `save_pretrained`."""
 
 
-def put_whole(saving: Saving, engine: Engine, stock: Callable[[], None]) -> None:
+def save_gathered(saving: CheckpointWriter, engine: Engine, stock: Callable[[], None]) -> None:
     """Run `stock` on rank 0 with values of the whole model. A collective.
 
     Where full parameters are released, all ranks gather them on their devices: `stock` may run forwards, as Sentence
     Transformers' model card does. If there is no memory for that, rank 0 alone gathers a `state_dict()`.
     """
     with ExitStack() as stack:
-        if engine.context.frees:
+        if engine.context.reshards:
             with suppress(OutOfMemoryError):  # raised on every rank
                 stack.enter_context(engine.unsharded())
         state = engine.model.state_dict()
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             if engine.rank == 0:
-                with replaced(serving(engine.model, state)):
+                with patched(patched_state_dict(engine.model, state)):
                     stock()
 
 
-def hand_in(saving: Saving, wire: Wire) -> None:
+def send_small_files(saving: CheckpointWriter, wire: Wire) -> None:
     """Send small files that ranks on other nodes wrote to their own disks to rank 0's folder. A collective."""
     with on_all_ranks(wire, f"saving to {saving.target}") as report:
-        if saving.is_blind:
+        if saving.is_remote:
             found = [path for path in saving.folder.rglob("*") if path.is_file()]
-            report.mine = {path.relative_to(saving.folder).as_posix(): path.read_bytes() for path in found}
+            report.local = {path.relative_to(saving.folder).as_posix(): path.read_bytes() for path in found}
             shutil.rmtree(saving.folder.parent, ignore_errors=True)
     with on_all_ranks(wire, f"saving to {saving.target}"):
-        for files in report.everyone if wire.rank == 0 else ():
+        for files in report.by_rank if wire.rank == 0 else ():
             for name, content in (files or {}).items():
                 place = saving.folder / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content)
 
 
-def load_optimizer(loading: Loading, engine: Engine, optimizer: Optimizer, folder: str) -> None:
+def load_optimizer(loading: CheckpointReader, engine: Engine, optimizer: Optimizer, folder: str) -> None:
     """Load a bound optimizer's state, and masters of higher precision than the weights."""
     engine.prepare_load()
     with filling(engine, loading):
@@ -75,15 +75,15 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def is_ours_everywhere(wire: Wire, folder: str | os.PathLike[str]) -> bool:
-    """Return `is_ours` of every rank. A collective.
+def agree_is_checkpoint(wire: Wire, folder: str | os.PathLike[str]) -> bool:
+    """Return `is_hf_zero_checkpoint` of every rank. A collective.
 
     Raises:
         CheckpointError: on every rank: only some ranks see the folder.
     """
     with on_all_ranks(wire, f"looking at {folder}") as report:
-        report.mine = Path(folder).is_dir(), is_ours(folder)
-    answers: list[tuple[bool, bool]] = report.everyone
+        report.local = Path(folder).is_dir(), is_hf_zero_checkpoint(folder)
+    answers: list[tuple[bool, bool]] = report.by_rank
     if len(set(answers)) > 1:
         blind = [rank for rank, answer in enumerate(answers) if answer != max(answers)]
         raise CheckpointError(

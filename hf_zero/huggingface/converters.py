@@ -21,8 +21,8 @@ import transformers.core_model_loading as core_loading
 from torch import Tensor
 
 from ..checkpoint.weights import Conversion
-from ..core.instance import replaced
 from ..core.layout import Extent
+from ..core.patching import patched
 from ..errors import CheckpointError
 
 _MIN_RUN_BYTES = 4096
@@ -136,7 +136,7 @@ class Conversions:
                         self._made[_identity(value)] = group, key, value
             return made
 
-        return replaced([(converters, "convert", convert)])
+        return patched([(converters, "convert", convert)])
 
     def pieces(self, tensor: Tensor) -> list[Extent[str]] | None:
         """Return the elements of `tensor` in row-major order; None if they are computed or unknown."""

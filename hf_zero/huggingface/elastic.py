@@ -20,13 +20,13 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ..checkpoint.manifest import MANIFEST, Manifest
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import Wire
-from ..core.instance import replaced
+from ..core.patching import patched
 from ..errors import ConfigError
-from .stock import TrainerBase, show
+from .patches import TrainerBase, show
 
 LATEST = "latest"
 """`resume_from_checkpoint="latest"`: the newest complete checkpoint of the output folder, or a fresh start."""
@@ -78,7 +78,7 @@ def _sharers(args: Any) -> int:
     return 1 if args.accelerator_config.split_batches else groups
 
 
-def share_out(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int]:
+def split_rows(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int]:
     """Return rows per micro-batch and micro-batches per step, so that `ranks` ranks take `rows_per_step` rows in a step.
 
     Args:
@@ -112,11 +112,11 @@ def kept(was: Batches, args: TrainingArguments) -> list[tuple[Any, str, Any]]:
             "group_by_length orders samples by the size of a rank's batches, which is another on another number of ranks: "
             "samples would come twice or be left out. Start it on as many ranks as before"
         )
-    rows, accumulation = share_out(was.rows_per_step, _sharers(args), was.asked_rows)
+    rows, accumulation = split_rows(was.rows_per_step, _sharers(args), was.asked_rows)
     return [(args, "per_device_train_batch_size", rows), (args, "gradient_accumulation_steps", accumulation)]
 
 
-class KeepsBatches(TrainerBase):
+class ElasticBatchMixin(TrainerBase):
     """A Trainer that saves the rows of a step in checkpoints and keeps them on another number of ranks."""
 
     args: Any
@@ -142,8 +142,8 @@ class KeepsBatches(TrainerBase):
             with on_all_ranks(wire, f"reading {Path(resumed)}") as report:
                 # Checkpoints of plain data parallel have no manifest.
                 if wire.rank == 0 and Path(resumed, MANIFEST).is_file():
-                    report.mine = Batches.of_fact(Manifest.read(resumed).facts.get(FACT))
-            was = report.everyone[0]
+                    report.local = Batches.of_fact(Manifest.read(resumed).facts.get(FACT))
+            was = report.by_rank[0]
         changes: list[tuple[Any, str, Any]] = []
         if was is not None and keep and was.shares_its_arguments_with(now) and was.rows_per_step != now.rows_per_step:
             changes = kept(was, args)
@@ -164,7 +164,7 @@ class KeepsBatches(TrainerBase):
                 text += f'; resume_from_checkpoint="{LATEST}" keeps the rows of a step on another number of ranks'
             warnings.warn(text, stacklevel=3)
         try:
-            with replaced(changes):
+            with patched(changes):
                 yield
         finally:
             self._zero_batches_were = None

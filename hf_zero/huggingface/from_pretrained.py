@@ -20,23 +20,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import get_device
 
-from ..checkpoint.ranges import NamedPiece, Reader, ranges_of
-from ..checkpoint.safetensors import Stored, read_header, same_files, sampled
+from ..checkpoint.ranges import NamedPiece, RangeReader, ranges_of
+from ..checkpoint.safetensors import StoredTensor, check_same_files, read_header, sample_digest
 from ..checkpoint.weights import EXTRA_STATE
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.wire import Wire
-from ..core.instance import replaced
 from ..core.layout import Extent
+from ..core.patching import patched
 from ..core.precision import dtype_of
 from ..errors import ConfigError, LayoutError
-from ..params.deferred import Deferred, closed, deferred_of, slice_bounds
+from ..params.deferred import Deferred, closed_parameter, deferred_of, slice_bounds
 from ..params.init import Init
-from ..tiers.array import FilePieces, FileSource, OnDisk, Stamp
+from ..tiers.array import FileSource, JoinedSource, OnDisk, Stamp
 from ..tiers.tier import Meter
 from .weights import PlannedLoad, planned_load
 
 
-def reading(init: Init) -> AbstractContextManager[object]:
+def patched_loading(init: Init) -> AbstractContextManager[object]:
     """Replace transformers' loader inside."""
     stock = PreTrainedModel._load_pretrained_model
     finalize = PreTrainedModel._finalize_model_loading
@@ -83,7 +83,7 @@ def reading(init: Init) -> AbstractContextManager[object]:
         )
         return info
 
-    return replaced(
+    return patched(
         [
             (PreTrainedModel, "_load_pretrained_model", staticmethod(load)),
             (PreTrainedModel, "_finalize_model_loading", staticmethod(finish)),
@@ -137,7 +137,7 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
     what = f"from_pretrained of {type(model).__name__}"
 
     stamps: dict[Path, Stamp] = {}
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     with torch.no_grad(), on_all_ranks(init.wire, what) as report:
         for path in (Path(file).absolute() for file in files):
             stamps[path] = Stamp.of(path)
@@ -145,8 +145,8 @@ def _load(init: Init, model: Any, files: Sequence[str], config: Any) -> Any:
             init.bytes_read += header.header_bytes
             stored.update(header.tensors)
         planned = planned_load(model, stored, config, place=True)
-        report.mine = sampled(stored) if init.wire.size > 1 else ""
-    same_files(report.everyone, f"{what} ({files[0]})")
+        report.local = sample_digest(stored) if init.wire.size > 1 else ""
+    check_same_files(report.by_rank, f"{what} ({files[0]})")
     with torch.no_grad():
         wrong = {item[0] for item in planned.info.mismatched_keys}
         filling = _Filling(init.wire, model, stored, config.device_map, stamps if init.leaves_at_rest else None)
@@ -170,7 +170,7 @@ class _Filling:
         self,
         wire: Wire,
         model: Any,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredTensor],
         device_map: Any,
         stamps: Mapping[Path, Stamp] | None,
     ) -> None:
@@ -179,13 +179,13 @@ class _Filling:
         self._stamps = stamps
         self._own: dict[str, Tensor] = {}
         self._origins: dict[str, OnDisk] = {}
-        self.reader = Reader(Path(), None)
+        self.reader = RangeReader(Path(), None)
         self._meter = Meter()
 
     def read(self, planned: PlannedLoad, wrong: set[str]) -> None:
         """Read without communication. Skips names in `wrong`, whose shapes do not fit."""
         wanted: list[NamedPiece] = []
-        places: dict[str, list[Extent[Stored]]] = {}
+        places: dict[str, list[Extent[StoredTensor]]] = {}
         computed: dict[str, Tensor] = {}
         for name, result in planned.results.items():
             if name in wrong:
@@ -202,58 +202,58 @@ class _Filling:
                 wanted.append(self._allocate(name, result))
         self.reader.read(ranges_of(wanted, places))
         for conversion in dict.fromkeys(planned.conversions.computed(computed).values()):
-            values = {key: self.reader.whole(self._stored[key]) for key in conversion.sources}
+            values = {key: self.reader.read_tensor(self._stored[key]) for key in conversion.sources}
             for name, value in conversion.convert(values).items():
                 _, piece = self._allocate(name, computed[name])
-                piece.source.copy_(value.reshape(-1)[piece.here])
+                piece.source.copy_(value.reshape(-1)[piece.as_slice])
         self.reader.close()
         for name in (*self._own, *self._origins):
             self._plant(name, planned.results[name])
 
-    def _origin(self, name: str, stand_in: Tensor, places: Sequence[Extent[Stored]]) -> OnDisk | None:
+    def _origin(self, name: str, meta: Tensor, places: Sequence[Extent[StoredTensor]]) -> OnDisk | None:
         """Return a parameter's elements in the files; None if they must be read now."""
         if self._stamps is None or not places or not self._is_parameter(name):
             return None
-        if any(dtype_of(item.source.dtype) != stand_in.dtype for item in places):
+        if any(dtype_of(item.source.dtype) != meta.dtype for item in places):
             return None
-        size, parts = stand_in.element_size(), []
+        size, parts = meta.element_size(), []
         for item in places:
             stored = item.source
             offset, stamp = stored.start + item.source_start * size, self._stamps[stored.file]
-            source = FileSource(stored.file, offset, stand_in.dtype, item.numel, self._meter, stamp)
+            source = FileSource(stored.file, offset, meta.dtype, item.numel, self._meter, stamp)
             parts.append((item.start, OnDisk(source)))
         if len(parts) == 1:
             return parts[0][1]
-        return OnDisk(FilePieces(stand_in.numel(), stand_in.dtype, parts, self._meter))
+        return OnDisk(JoinedSource(meta.numel(), meta.dtype, parts, self._meter))
 
     def _device_of(self, name: str) -> torch.device:
         return torch.device(get_device(self._device_map, name, valid_torch_device=True))
 
-    def _allocate(self, name: str, stand_in: Tensor) -> NamedPiece:
+    def _allocate(self, name: str, meta: Tensor) -> NamedPiece:
         """Return 1-D memory for this rank's elements of a parameter or buffer, and which elements these are."""
-        numel = stand_in.numel()
+        numel = meta.numel()
         low, high = slice_bounds(numel, self._wire.rank, self._wire.size) if self._is_parameter(name) else (0, numel)
-        own = self._own[name] = torch.empty(high - low, dtype=stand_in.dtype, device=self._device_of(name))
+        own = self._own[name] = torch.empty(high - low, dtype=meta.dtype, device=self._device_of(name))
         return name, Extent(own, 0, low, high - low)
 
     def _is_parameter(self, name: str) -> bool:
         path, _, last = name.rpartition(".")
         return last in self._model.get_submodule(path)._parameters
 
-    def _plant(self, name: str, stand_in: Tensor) -> None:
+    def _plant(self, name: str, meta: Tensor) -> None:
         path, _, last = name.rpartition(".")
         module = self._model.get_submodule(path)
         if last == EXTRA_STATE:
-            module.set_extra_state(self._own[name].view(stand_in.shape))
+            module.set_extra_state(self._own[name].view(meta.shape))
             return
         value: Any
         if last not in module._parameters:
-            value = self._own[name].view(stand_in.shape)
+            value = self._own[name].view(meta.shape)
         else:
             own, origin = self._own.get(name), self._origins.get(name)
             device = None if origin is None else self._device_of(name)
             deferred = Deferred(self._wire, own, device=device, files=origin)
-            value = closed(deferred, stand_in.shape, stand_in.dtype, module._parameters[last].requires_grad)
+            value = closed_parameter(deferred, meta.shape, meta.dtype, module._parameters[last].requires_grad)
         value._is_hf_initialized = True  # transformers does not initialize it again
         setattr(module, last, value)
 
@@ -274,8 +274,8 @@ def _tie(wire: Wire, model: Any, planned: PlannedLoad, what: str) -> None:
     if not pairs:
         return
     with on_all_ranks(wire, what) as report:
-        report.mine = [_equal_slices(model.get_parameter(one), model.get_parameter(other)) for one, other in pairs]
-    for (target, source), answers in zip(pairs, zip(*report.everyone)):
+        report.local = [_equal_slices(model.get_parameter(one), model.get_parameter(other)) for one, other in pairs]
+    for (target, source), answers in zip(pairs, zip(*report.by_rank)):
         if all(answers):
             path, _, last = target.rpartition(".")
             setattr(model.get_submodule(path), last, model.get_parameter(source))

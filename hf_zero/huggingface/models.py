@@ -21,12 +21,12 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.instance import replaced
+from ..core.patching import patched
 from ..errors import ConfigError, needs
 from ..params.engine import Engine
 from ..params.gathered import unsharded
 from ..plan.shapes import Config
-from .stock import own_types
+from .patches import patched_dtypes
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:
@@ -66,7 +66,7 @@ def _save_in_own_types(
 ) -> Any:
     """Save with the dtype of the file in config.json; the first parameter may be gathered in bfloat16 at this moment."""
     model = root()
-    shown: AbstractContextManager[None] = nullcontext() if model is None else replaced(own_types(model, dtypes))
+    shown: AbstractContextManager[None] = nullcontext() if model is None else patched(patched_dtypes(model, dtypes))
     with shown:
         return type(self).save_pretrained(self, *args, **kwargs)
 

@@ -17,16 +17,16 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 
 from ..comm.process_group import rank_count
-from ..config import ZeroConfig, explains_names, setting
+from ..config import ZeroConfig, setting, suggest_names
 from ..errors import ConfigError
 from .accelerator import ZeroAcceleratorMixin, adopt_calling_trainer
 from .arguments import ACCELERATE_STATE, ONE_RANK, check_counts, refuse
-from .stock import put_in_front
+from .patches import with_mixin
 
 _LOGGER = logging.getLogger(__name__)
 
 
-@explains_names()
+@suggest_names()
 @dataclass(kw_only=True, repr=False)
 class ZeroPlugin(ParallelismConfig):
     """Shard models with ZeRO: pass it as `parallelism_config` of an `Accelerator` or of `TrainingArguments`.
@@ -140,7 +140,7 @@ class ZeroPlugin(ParallelismConfig):
         refuse(ACCELERATE_STATE, accelerator.state)
         check_counts(accelerator.state.num_processes)
         cls = type(accelerator)
-        accelerator.__class__ = ZeroAccelerator if cls is Accelerator else put_in_front(ZeroAcceleratorMixin, cls)
+        accelerator.__class__ = ZeroAccelerator if cls is Accelerator else with_mixin(ZeroAcceleratorMixin, cls)
         accelerator.zero_plugin, accelerator.zero_config = self, self.config
         in_trainer = adopt_calling_trainer()  # its start screen says so itself
         if not in_trainer and rank_count()[0] == 1 and "RANK" not in os.environ and not self.config.offloads:

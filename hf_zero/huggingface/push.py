@@ -13,19 +13,19 @@ from transformers.utils.hub import hf_api
 from ..checkpoint.cards import RunFacts
 from ..checkpoint.folder import SUFFIX
 from ..checkpoint.hub import changes, list_files
-from ..checkpoint.kinds import refuse_other_weights
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.save import Saving
-from ..comm.agree import on_all_ranks
+from ..checkpoint.save import CheckpointWriter
+from ..checkpoint.weight_kinds import refuse_other_weights
+from ..comm.agreement import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
-from ..core.instance import replaced
+from ..core.patching import patched
 from .callback import write_card
-from .stock import TrainerBase
+from .patches import TrainerBase
 from .weights import AdapterFormat, hub_format
 
 
-def uploading() -> AbstractContextManager[None]:
+def patched_upload() -> AbstractContextManager[None]:
     """Replace `upload_folder` inside, so that an upload skips the checkpoint that is staged in the output folder."""
     api: Any = hf_api()
 
@@ -37,7 +37,7 @@ def uploading() -> AbstractContextManager[None]:
         kwargs["ignore_patterns"] += keep
         return type(api).upload_folder(api, **kwargs, delete_patterns=delete or None)
 
-    return replaced([(api, "upload_folder", upload_folder)])
+    return patched([(api, "upload_folder", upload_folder)])
 
 
 def check_kind(trainer: Trainer, token: str | None = None, revision: str | None = None) -> None:
@@ -56,11 +56,11 @@ def check_kind(trainer: Trainer, token: str | None = None, revision: str | None 
     refuse_other_weights(present, {f"{kind}.safetensors"}, f"{name} on the Hub", remedy)
 
 
-class Pushes(TrainerBase):
+class PushMixin(TrainerBase):
     """A Trainer that pushes complete checkpoints and writes hf_zero's model card."""
 
     args: Any
-    _zero_saving: Saving | None = None
+    _zero_saving: CheckpointWriter | None = None
     """The checkpoint that is being saved."""
     _zero_push = False
     """The stock code asked for a push of this checkpoint."""
@@ -85,7 +85,7 @@ class Pushes(TrainerBase):
                     known = inspect.signature(Trainer.init_hf_repo).parameters
                     self.init_hf_repo(**{name: asked.get(name) for name in ("token", "private") if name in known})
                 check_kind(self, asked.get("token"), asked.get("revision"))
-        with uploading():
+        with patched_upload():
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -95,7 +95,7 @@ class Pushes(TrainerBase):
         if self.is_world_process_zero():
             # The stock code copies the checkpoint's weights over those that this manifest describes.
             (self._zero_output / MANIFEST).unlink(missing_ok=True)
-        with uploading():
+        with patched_upload():
             return super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

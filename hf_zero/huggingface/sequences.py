@@ -18,14 +18,14 @@ from accelerate.utils import gather_object, recursively_apply
 
 from ..checkpoint.objects import random_states, set_random_states
 from ..config import ZeroConfig
-from ..core.instance import replaced
+from ..core.patching import patched
 from ..errors import ConfigError
 from ..params.engine import Engine, engine_of
 from ..sequence.parallel import SequenceParallel
-from .stock import AcceleratorBase, TrainerBase
+from .patches import AcceleratorBase, TrainerBase
 
 
-class SharesSamples(AcceleratorBase):
+class SharedSamplesMixin(AcceleratorBase):
     """An Accelerator whose loaders give all ranks of a group the same samples."""
 
     zero_config: ZeroConfig
@@ -56,7 +56,7 @@ class SharesSamples(AcceleratorBase):
             )
         self._zero_sharing = True
         try:
-            with replaced([(self.dataloader_config, "dispatch_batches", False)]):
+            with patched([(self.dataloader_config, "dispatch_batches", False)]):
                 prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
             if self.num_processes == 1 and not self.use_seedable_sampler and "generator" in self.rng_types:
                 _draw_alike(prepared)
@@ -97,7 +97,7 @@ class SharesSamples(AcceleratorBase):
         def gather(tensor: Any) -> Any:  # with the rows of the first rank of each group
             return recursively_apply(lambda each: torch.cat(each.chunk(self.num_processes)[::size]), stock(tensor))
 
-        with replaced([(self, "gather", gather)]):
+        with patched([(self, "gather", gather)]):
             return super().gather_for_metrics(input_data)
 
 
@@ -121,7 +121,7 @@ def _step_by_groups(stock: Any, groups: int, *args: Any, **kwargs: Any) -> None:
             type(stock).step(stock, *args, **kwargs)
 
 
-class DividesSequences(TrainerBase):
+class SequenceParallelMixin(TrainerBase):
     """A Trainer that trains on parts of samples and counts whole ones."""
 
     model: Any
@@ -164,19 +164,19 @@ class DividesSequences(TrainerBase):
         """Load as the stock Trainer does; ranks of a group all load those of its first rank."""
         state = self.args.distributed_state
         first = self.args.process_index // self._zero_sp_size * self._zero_sp_size
-        with replaced([] if state is None else [(state, "process_index", first)]):
+        with patched([] if state is None else [(state, "process_index", first)]):
             super()._load_rng_state(checkpoint)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as the stock Trainer does, which counts labels as if ranks of a group had the same samples here, too."""
-        with replaced([(self.accelerator.parallelism_config, "sp_size", 1)]):
+        with patched([(self.accelerator.parallelism_config, "sp_size", 1)]):
             return super().prediction_step(*args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> Any:
         """Compute the stock Trainer's values. It expects DeepSpeed's loader, which yields each batch once per rank."""
         total = self.get_total_train_batch_size(args)
         stock = super().set_initial_training_values
-        with replaced([(self, "get_sp_size", lambda: 1), (self, "get_total_train_batch_size", lambda args: total)]):
+        with patched([(self, "get_sp_size", lambda: 1), (self, "get_total_train_batch_size", lambda args: total)]):
             return stock(args, dataloader, *others)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

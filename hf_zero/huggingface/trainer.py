@@ -4,7 +4,7 @@ A stock `Trainer` whose `TrainingArguments` have a `ZeroPlugin` needs no change:
 `adopt_trainer` puts the mixin in front of its class. `ZeroTrainer` and `zero_trainer_cls` do so explicitly.
 docs/DESIGN.md lists what of transformers is replaced and overridden.
 
-A checkpoint is one `Saving`. The stock code writes its small files into the staged folder, every rank writes weights and
+One `CheckpointWriter` saves a checkpoint. The stock code writes small files into its folder, every rank writes weights and
 optimizer state there, and one rename makes `checkpoint-N` appear. Pushes and the rotation of older checkpoints run
 afterwards. `from_pretrained` reads the folder. A Trainer with the plugin resumes from it at any stage and number of ranks,
 and from checkpoints of plain data parallel. Plain data parallel can read only the weights: it needs an `optimizer.pt`.
@@ -32,18 +32,18 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..checkpoint.cards import adding_to_card
 from ..checkpoint.files import Field
-from ..checkpoint.load import Loading
+from ..checkpoint.load import CheckpointReader
 from ..checkpoint.manifest import MANIFEST, check_segments, check_sizes
 from ..checkpoint.objects import load_state
-from ..checkpoint.save import OPTIMIZER_FOLDER, Saving, is_ours
+from ..checkpoint.save import OPTIMIZER_FOLDER, CheckpointWriter, is_hf_zero_checkpoint
 from ..checkpoint.series import CheckpointSeries
 from ..checkpoint.weights import format_of
-from ..comm.agree import on_all_ranks
+from ..comm.agreement import on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.wire import Wire
 from ..compat.evaluation import cast
-from ..core.instance import replaced
+from ..core.patching import patched
 from ..engine.saving import open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.deferred import deferred_of
@@ -52,23 +52,23 @@ from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import PreemptionCallback, ZeroCallback, calling_trainer, facts_of
 from .checkpoints import (
     MAX_SHARD_SIZE,
+    agree_is_checkpoint,
     bare_optimizer,
-    hand_in,
-    is_ours_everywhere,
     load_optimizer,
-    put_whole,
+    save_gathered,
+    send_small_files,
 )
-from .elastic import LATEST, KeepsBatches
-from .push import Pushes, check_kind
-from .sequences import DividesSequences
-from .stock import TrainerBase, put_in_front, show
-from .weights import saves_its_own_way, without_weights
+from .elastic import LATEST, ElasticBatchMixin
+from .patches import TrainerBase, show, with_mixin
+from .push import PushMixin, check_kind
+from .sequences import SequenceParallelMixin
+from .weights import has_custom_save, without_weights
 
 # Before 5.23, `Trainer.save_model` calls `_save` on the writing rank only.
 _WRITER_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
-class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
+class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, TrainerBase):
     """Override what a sharded model needs: `class MyZeroTrainer(ZeroTrainerMixin, MyTrainer)`.
 
     Saving and loading are collectives: call `save_model` on every rank, as the stock Trainer's documentation asks for
@@ -123,10 +123,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
 
     @contextmanager
     def _zero_full_eval(self) -> Iterator[None]:
-        """Apply `bf16_full_eval` and `fp16_full_eval` outside of `train`; restore the parameters afterwards.
-
-        The stock code rounds them permanently.
-        """
+        """Apply `bf16_full_eval` and `fp16_full_eval` outside of `train`; restore the parameters, which stock code does not."""
         args = self.args
         dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
         if dtype is None or self.is_in_train:
@@ -138,7 +135,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         engine = self._zero_engine()
         shown = cast(self.model, dtype) if engine is None else engine.shown_in(dtype)
-        with shown, replaced([(args, "bf16_full_eval", False), (args, "fp16_full_eval", False)]):
+        with shown, patched([(args, "bf16_full_eval", False), (args, "fp16_full_eval", False)]):
             yield
 
     # -- training --
@@ -167,14 +164,14 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
     def _zero_train(self, wire: Wire, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         elastic = resume_from_checkpoint == LATEST
         if resume_from_checkpoint is True or elastic:
-            newest = self._zero_series.newest_whole(wire)
+            newest = self._zero_series.newest_complete(wire)
             # Without one, True stays: the stock code raises an error.
             resume_from_checkpoint = str(newest) if newest is not None else None if elastic else True
             if newest is None and elastic and wire.rank == 0:
                 show(f"hf_zero: no checkpoint in {self._zero_output}: training starts from the beginning", sys.stderr)
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             folder = Path(resume_from_checkpoint)
-            ours = is_ours_everywhere(wire, folder)
+            ours = agree_is_checkpoint(wire, folder)
             with on_all_ranks(wire, f"resuming from {folder}"):
                 if ours:
                     listed = check_sizes(folder).files
@@ -192,7 +189,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         self._zero_resuming = True
         try:
             with (
-                PreemptionCallback.at_work(self.callback_handler.callbacks),
+                PreemptionCallback.installed(self.callback_handler.callbacks),
                 self._zero_keeping_batches(wire, self._zero_resumed, elastic),
             ):
                 out = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -227,7 +224,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         # The stock code now removes all checkpoints but the best. Keep them if the best is damaged.
         if limit == 1 and best is not None and self._zero_engine() is not None:
             wire = open_wire(home_device())
-            reason = self._zero_series.why_broken(wire, Path(best))
+            reason = self._zero_series.find_damage(wire, Path(best))
             if reason is not None:
                 self.args.save_total_limit = None
                 if wire.rank == 0:
@@ -266,22 +263,22 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
                 try:
                     # Its other collectives are methods of this class, which fail on all ranks together.
                     stored = [(self, "store_flos", lambda: None)]
-                    with on_all_ranks(engine.wire, f"saving to {target}"), replaced(stored):
+                    with on_all_ranks(engine.wire, f"saving to {target}"), patched(stored):
                         parent._save_checkpoint(model, trial)
                 finally:
                     self._zero_saving = None
-                hand_in(saving, engine.wire)
+                send_small_files(saving, engine.wire)
                 with on_all_ranks(engine.wire, f"saving to {target}"):
                     self._zero_name_best(saving, run_dir, target)
                 state = copy.copy(self.state)
-                then = partial(self._zero_after, engine, run_dir, target, state, self._zero_push)
-                engine.saves.commit(saving, behind=engine.config.async_save, then=then)
+                on_complete = partial(self._zero_after, engine, run_dir, target, state, self._zero_push)
+                engine.saves.commit(saving, in_background=engine.config.async_save, on_complete=on_complete)
         except BaseException:
             self.state.best_model_checkpoint = best
             raise
         return None
 
-    def _zero_name_best(self, saving: Saving, run_dir: str, target: str) -> None:
+    def _zero_name_best(self, saving: CheckpointWriter, run_dir: str, target: str) -> None:
         """Set the path of the best checkpoint, which the stock code searched in the staged folder."""
         if self.state.best_global_step:
             best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
@@ -342,24 +339,24 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
             saving.commit()
         return None
 
-    def _zero_put(self, saving: Saving, engine: Engine, stock: Any, state: dict[str, Any] | None) -> None:
+    def _zero_put(self, saving: CheckpointWriter, engine: Engine, stock: Any, state: dict[str, Any] | None) -> None:
         facts = self._zero_facts = facts_of(self, engine)
-        is_stock = stock.__func__ is Trainer._save and not saves_its_own_way(self.model)
+        is_stock = stock.__func__ is Trainer._save and not has_custom_save(self.model)
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             if engine.rank == 0:
                 facts.write(saving.folder)
                 if state is not None:  # the caller has gathered values
                     self._zero_save_here(saving, stock, state)
                 elif is_stock:
-                    with replaced(without_weights(self.model, engine.outline())):
+                    with patched(without_weights(self.model, engine.outline())):
                         self._zero_save_here(saving, stock, {})
                     (saving.folder / "model.safetensors").unlink(missing_ok=True)  # an empty one, of a plain module
         if state is None and is_stock:
             put_weights(saving, engine, MAX_SHARD_SIZE, form=format_of(self.model))
         elif state is None:  # code that saves in its own way needs values
-            put_whole(saving, engine, partial(self._zero_save_here, saving, stock, None))
+            save_gathered(saving, engine, partial(self._zero_save_here, saving, stock, None))
 
-    def _zero_save_here(self, saving: Saving, stock: Any, state: dict[str, Any] | None) -> None:
+    def _zero_save_here(self, saving: CheckpointWriter, stock: Any, state: dict[str, Any] | None) -> None:
         with adding_to_card(saving.folder, saving.target):
             stock(str(saving.folder), state)
 
@@ -373,7 +370,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         with on_all_ranks(engine.wire, f"saving to {saving.target}"):
             # The stock method writes both files. optimizer.pt gets an empty state and is removed: the optimizer's
             # state_dict() is a collective, and only the writing rank calls it.
-            with replaced([(self.optimizer, "state_dict", dict)]):
+            with patched([(self.optimizer, "state_dict", dict)]):
                 parent._save_optimizer_and_scheduler(output_dir)
             if self.args.should_save:
                 Path(output_dir, OPTIMIZER_NAME).unlink(missing_ok=True)
@@ -383,7 +380,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *model: Any, **named: Any) -> None:
         """Load weights of a checkpoint with a manifest. In `train`, they are loaded later with the optimizer's state."""
-        if not is_ours(resume_from_checkpoint):
+        if not is_hf_zero_checkpoint(resume_from_checkpoint):
             return super()._load_from_checkpoint(resume_from_checkpoint, *model, **named)
         # In `train` the stock code loads weights before `accelerator.prepare`, and always calls `_load_optimizer_and_scheduler`
         # after it: weights are loaded there, into slices. Here, every rank would load all of them.
@@ -411,7 +408,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
         own = getattr(super(), name)
         if own.__func__ is getattr(Trainer, name):
             return ours(*args, **named)
-        with replaced([(Trainer, name, lambda _, *given, **more: ours(*given, **more))]):
+        with patched([(Trainer, name, lambda _, *given, **more: ours(*given, **more))]):
             return own(*args, **named)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -419,7 +416,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
             return super()._load_optimizer_and_scheduler(checkpoint)
         engine = self._zero_engine()
         if engine is None:
-            if is_ours(checkpoint):
+            if is_hf_zero_checkpoint(checkpoint):
                 super()._load_from_checkpoint(checkpoint)
             return super()._load_optimizer_and_scheduler(checkpoint)
         load = partial(self._zero_load, engine, Trainer._load_optimizer_and_scheduler)
@@ -427,14 +424,16 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
 
     def _zero_load(self, engine: Engine, stock: Callable[..., Any], checkpoint: str) -> None:
         self._zero_wait_for_save()
-        ours = is_ours_everywhere(engine.wire, checkpoint)
+        ours = agree_is_checkpoint(engine.wire, checkpoint)
         bound = engine.optimizer is bare_optimizer(self.optimizer)
         single = Path(checkpoint, OPTIMIZER_NAME)
         loaded = bound and (Path(checkpoint, OPTIMIZER_FOLDER) if ours else single).exists()
         if ours and not self._zero_has_weights:
             engine.load(checkpoint, load_optimizer=loaded)
         elif ours and loaded:
-            load_optimizer(Loading(engine.wire, checkpoint), engine, bare_optimizer(self.optimizer), OPTIMIZER_FOLDER)
+            load_optimizer(
+                CheckpointReader(engine.wire, checkpoint), engine, bare_optimizer(self.optimizer), OPTIMIZER_FOLDER
+            )
         elif loaded:
             # Memory-mapped; the stock Trainer would copy the full state to every device.
             self.optimizer.load_state_dict(torch.load(single, map_location="cpu", weights_only=True, mmap=True))
@@ -462,7 +461,7 @@ class ZeroTrainerMixin(KeepsBatches, DividesSequences, Pushes, TrainerBase):
     def _load_best_model(self) -> None:
         self._zero_wait_for_save()
         engine, best = self._zero_engine(), self.state.best_model_checkpoint
-        if engine is None or best is None or not is_ours_everywhere(engine.wire, best):
+        if engine is None or best is None or not agree_is_checkpoint(engine.wire, best):
             return super()._load_best_model()
         return self._zero_instead("_load_best_model", partial(engine.load, best, load_optimizer=False))
 
@@ -473,7 +472,7 @@ class ZeroTrainer(ZeroTrainerMixin, Trainer):
 
 def zero_trainer_cls(cls: type[Any]) -> type[Any]:
     """Return the Trainer class `cls` for sharded models: `zero_trainer_cls(SFTTrainer)`."""
-    return ZeroTrainer if cls is Trainer else put_in_front(ZeroTrainerMixin, cls)
+    return ZeroTrainer if cls is Trainer else with_mixin(ZeroTrainerMixin, cls)
 
 
 def adopt_trainer() -> bool:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from ..config import explains_names
+from ..config import suggest_names
 from ..errors import ConfigError
 from .arguments import OTHER_ENGINES, ZeroFlags, refuse
 from .plugin import ZeroPlugin
 
 
-@explains_names("zero_", all_names=False)
+@suggest_names("zero_", all_names=False)
 @dataclass
 class ZeroTrainingArguments(ZeroFlags, TrainingArguments):
     """`TrainingArguments` with every field of `ZeroConfig` as `zero_<field>`; for code and for `HfArgumentParser`.

@@ -24,25 +24,25 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
 
-from ..checkpoint.safetensors import Stored
+from ..checkpoint.safetensors import StoredTensor
 from ..checkpoint.weights import (
     EXTRA_STATE,
     Conversion,
     Entry,
     Files,
-    Located,
+    WeightLocations,
     extra_states,
     locate_by_name,
     names_of,
     persistent_buffers,
     write_index,
 )
-from ..core.instance import Attributes, replaced
 from ..core.layout import Extent
+from ..core.patching import Attributes, patched
 from ..core.precision import dtype_name
 from ..errors import CheckpointError
 from .converters import Conversions
-from .stock import own_types, serving, stand_in_state
+from .patches import meta_state_dict, patched_dtypes, patched_state_dict
 
 
 def hub_format(model: nn.Module) -> HubFormat | AdapterFormat | None:
@@ -64,7 +64,7 @@ class HubFormat:
         self._model = model
         self.stems = {"model": ""}
 
-    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+    def write_metadata(self, state: dict[str, Tensor], folder: Path) -> None:
         """Write config.json and whatever else `save_pretrained` writes; see `WeightFormat`."""
         model, stock, calls = self._model, PreTrainedModel.save_pretrained, list[Any]()
 
@@ -79,10 +79,10 @@ class HubFormat:
                     "Trainer.save_model or accelerator.save_model, or inside `with zero.unsharded(model):`"
                 )
             calls.append(place)
-            with replaced(without_weights(model, state)):
+            with patched(without_weights(model, state)):
                 stock(self, place, state_dict={})
 
-        with replaced([*serving(model, state), (PreTrainedModel, "save_pretrained", save)]):
+        with patched([*patched_state_dict(model, state), (PreTrainedModel, "save_pretrained", save)]):
             type(model).save_pretrained(model, folder, state_dict=dict(state))
 
     def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
@@ -97,7 +97,7 @@ class HubFormat:
         entries = _entries(kept, conversions, conversions.computed)
         return write_index(model, entries, max_shard_size, folder, storages)
 
-    def locate(self, stored: Mapping[str, Stored]) -> Located:
+    def locate(self, stored: Mapping[str, StoredTensor]) -> WeightLocations:
         """Find what `from_pretrained` would find; see `WeightFormat`."""
         first = self._locate(stored, get_model_conversion_mapping(self._model))
         used = getattr(self._model, "_weight_conversions", None)
@@ -107,11 +107,11 @@ class HubFormat:
         second = self._locate(stored, [_fresh(conversion) for conversion in used])
         return second if len(second.missing) < len(first.missing) else first
 
-    def _locate(self, stored: Mapping[str, Stored], mapping: list[Any]) -> Located:
+    def _locate(self, stored: Mapping[str, StoredTensor], mapping: list[Any]) -> WeightLocations:
         model = self._model
         names, buffers = names_of(model), {**persistent_buffers(model), **extra_states(model)}
-        state = stand_in_state(model)
-        with replaced([(model, "_weight_conversions", getattr(model, "_weight_conversions", None))]):
+        state = meta_state_dict(model)
+        with patched([(model, "_weight_conversions", getattr(model, "_weight_conversions", None))]):
             plan = planned_load(model, stored, LoadStateDictConfig(weight_mapping=mapping), place=False)
         wrong = [(name, tuple(found), tuple(shape)) for name, found, shape in plan.info.mismatched_keys]
         results = {name: result for name, result in plan.results.items() if name not in {item[0] for item in wrong}}
@@ -144,9 +144,9 @@ class AdapterFormat:
         """See `WeightFormat`."""
         return {f"{prefix}adapter_model": prefix for prefix in map(self._prefix, self._adapters())}
 
-    def describe(self, state: dict[str, Tensor], folder: Path) -> None:
+    def write_metadata(self, state: dict[str, Tensor], folder: Path) -> None:
         """Write adapter_config.json and the model card; see `WeightFormat`."""
-        with replaced(without_weights(self._model, state)):
+        with patched(without_weights(self._model, state)):
             type(self._model).save_pretrained(self._model, folder, state_dict={})
 
     def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
@@ -164,7 +164,7 @@ class AdapterFormat:
         from peft import get_peft_model_state_dict
 
         model = self._model
-        with torch.no_grad(), replaced([*serving(model, state), *_prompt_encoder(model, state)]):
+        with torch.no_grad(), patched([*patched_state_dict(model, state), *_prompt_encoder(model, state)]):
             kept = get_peft_model_state_dict(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
         params = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
         return {key: state[params[id(value)]] if id(value) in params else value for key, value in kept.items()}
@@ -192,7 +192,7 @@ class AdapterFormat:
 
         return dict.fromkeys(keys, Conversion(sources, convert))
 
-    def locate(self, stored: Mapping[str, Stored]) -> Located:
+    def locate(self, stored: Mapping[str, StoredTensor]) -> WeightLocations:
         """Find the adapter's file; see `WeightFormat`. Keys of an adapter in a subfolder begin with its name and a slash."""
         known: dict[str, str] = {}
         optional: set[str] = set()
@@ -214,7 +214,7 @@ class AdapterFormat:
         model = self._model
         if getattr(model.peft_config[adapter], "is_prompt_learning", False):
             return {"prompt_embeddings": f"prompt_encoder.{adapter}.embedding.weight"}  # all that PEFT loads
-        state = stand_in_state(model)
+        state = meta_state_dict(model)
         kept = self._kept(adapter, state, embeddings)
         owners = {id(value): name for name, value in state.items()}
         unknown = [key for key, value in kept.items() if id(value) not in owners]
@@ -240,7 +240,7 @@ class InjectedFormat(AdapterFormat):
         return {f"base_model.model.{key}": value for key, value in kept.items()}
 
 
-def saves_its_own_way(model: nn.Module) -> bool:
+def has_custom_save(model: nn.Module) -> bool:
     """Return whether a model has a `save_pretrained` of its own, which may save other values than the weights."""
     method = getattr(type(model), "save_pretrained", None)
     is_stock = str(getattr(method, "__module__", "")).partition(".")[0] in ("transformers", "peft")
@@ -258,7 +258,7 @@ def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
         state: see `WeightFormat.plan_files`; its dtypes are written to config.json.
     """
     dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
-    out = [*serving(model, {}), *own_types(model, dtypes)]
+    out = [*patched_state_dict(model, {}), *patched_dtypes(model, dtypes)]
     out.append((transformers.utils.logging, "_tqdm_active", False))  # it would show a bar of no weights
     if getattr(model, "_hf_peft_config_loaded", False):
         out.append((model, "get_adapter_state_dict", lambda **_: {}))
@@ -328,7 +328,7 @@ class PlannedLoad:
 
 
 def planned_load(
-    model: PreTrainedModel, stored: Mapping[str, Stored], load_config: LoadStateDictConfig, *, place: bool
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], load_config: LoadStateDictConfig, *, place: bool
 ) -> PlannedLoad:
     """Run the stock loader on meta tensors for `stored`, without reading a byte.
 
@@ -340,7 +340,9 @@ def planned_load(
     results: dict[str, Tensor] = {}
     stock_set = core_loading.set_param_for_module
 
-    def materialize(pool: Any, tensor: Stored, device: Any = None, dtype: Any = None, **_: Any) -> Callable[[], Tensor]:
+    def materialize(
+        pool: Any, tensor: StoredTensor, device: Any = None, dtype: Any = None, **_: Any
+    ) -> Callable[[], Tensor]:
         kept = dtype if place and dtype is not None else getattr(torch, tensor.dtype)
         meta = torch.empty(tensor.shape, dtype=kept, device="meta")
         conversions.source(keys[id(tensor)], meta)
@@ -369,9 +371,9 @@ def planned_load(
     ]
     if not place or not all(param.is_meta for param in model.parameters()):
         # `state_dict()` of a sharded model is a collective, and gathers it.
-        known = stand_in_state(model) | dict.fromkeys(extra_states(model), torch.empty(0, device="meta"))
+        known = meta_state_dict(model) | dict.fromkeys(extra_states(model), torch.empty(0, device="meta"))
         others.append((model, "state_dict", lambda *args, **kwargs: dict(known)))
-    with replaced(others), conversions.recording():
+    with patched(others), conversions.recording():
         info, _ = core_loading.convert_and_load_state_dict_in_model(
             model=model,
             state_dict=dict(stored),
@@ -382,7 +384,7 @@ def planned_load(
 
 def _located(
     conversions: Conversions, results: Mapping[str, Tensor], names: Mapping[str, str], buffers: Collection[str]
-) -> Located:
+) -> WeightLocations:
     pieces: dict[str, Sequence[Extent[str]]] = {}
     found_buffers: dict[str, str] = {}
     computed: dict[str, Tensor] = {}
@@ -395,7 +397,7 @@ def _located(
         else:
             pieces.setdefault(names[name], found)
     computed = {name: result for name, result in computed.items() if name not in pieces}
-    return Located(pieces, found_buffers, tuple(dict.fromkeys(conversions.computed(computed).values())))
+    return WeightLocations(pieces, found_buffers, tuple(dict.fromkeys(conversions.computed(computed).values())))
 
 
 def _fresh(conversion: Any) -> Any:

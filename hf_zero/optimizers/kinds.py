@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedOptimizerError
 from ..tiers.array import is_array
-from .trials import Trial, inner_optimizers, ready, trials
-from .twin import bare_step, options_of, untouched
+from .optimizer_copy import bare_step, options_of, untouched
+from .trials import Trial, inner_optimizers, trial_clone, trials
 
 
 class Kind(Enum):
@@ -81,7 +81,7 @@ def register_optimizer(cls: type[torch.optim.Optimizer], kind: str) -> None:
         raise ConfigError(f"kind is {kind!r}. Use 'elementwise' or 'matrices'") from None
 
 
-def kind_of(
+def optimizer_kind(
     optimizer: torch.optim.Optimizer,
     params: Collection[Tensor],
     *,
@@ -156,10 +156,10 @@ def state_bytes(
     param.grad = torch.empty_like(param)
     with untouched(optimizer):
         with torch.device("meta"):
-            twin = ready(optimizer, [{"params": [param], **options}])
+            clone = trial_clone(optimizer, [{"params": [param], **options}])
             with suppress(Exception):  # a step that needs a value ends early
-                bare_step(type(optimizer))(twin)
-        made = {str(key): value.nbytes for key, value in twin.state.get(param, {}).items() if is_array(value)}
+                bare_step(type(optimizer))(clone)
+        made = {str(key): value.nbytes for key, value in clone.state.get(param, {}).items() if is_array(value)}
         small = tuple(min(extent, 8) for extent in shape)
         with suppress(Exception):
             scale = param.numel() / max(1, math.prod(small))

@@ -11,7 +11,7 @@ from ..core.precision import dtype_name
 from ..errors import CheckpointError
 
 
-def scalar(name: str, value: Any) -> Any:
+def scalar_to_json(name: str, value: Any) -> Any:
     """Return an option or scalar state as JSON. Tensors of at most one element keep their dtype and shape.
 
     Raises:
@@ -28,7 +28,7 @@ def scalar(name: str, value: Any) -> Any:
         shape = {"shape": list(value.shape)} if value.dim() else {}
         return {"tensor": value.item() if value.numel() else None, "dtype": dtype_name(value.dtype), **shape}
     if isinstance(value, (tuple, list)):
-        return [scalar(name, item) for item in value]
+        return [scalar_to_json(name, item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CheckpointError(

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError
-from .scalars import scalar
-from .twin import bare_step, copy_of, options_of, untouched, written_by_steps
+from .optimizer_copy import bare_step, copy_optimizer, mutable_attributes, options_of, untouched
+from .scalars import scalar_to_json
 
 _FIRST = (8, 12)
 """Tried before larger shapes: a rule that builds an n x n matrix for n elements in a row would take hours over those."""
@@ -83,15 +83,15 @@ class Trial:
 
     def unsaveable(self) -> str | None:
         """Return what it keeps and no checkpoint can hold; None where a checkpoint holds everything."""
-        _, twin = self._run()
-        known = {*self._options, *twin.defaults, "params"}
-        held = [key for key, value in twin.param_groups[0].items() if key not in known and not _can_be_saved(value)]
+        _, clone = self._run()
+        known = {*self._options, *clone.defaults, "params"}
+        held = [key for key, value in clone.param_groups[0].items() if key not in known and not _can_be_saved(value)]
         if held:
             return f"it keeps state in its groups (as {held[0]!r}), which cannot be saved"
-        named = [key for key in twin.state if not isinstance(key, Tensor)]
+        named = [key for key in clone.state if not isinstance(key, Tensor)]
         if named:
             return f"it keeps state of no parameter (as state[{named[0]!r}]), which cannot be sharded"
-        for name, value in next(iter(twin.state.values()), {}).items():
+        for name, value in next(iter(clone.state.values()), {}).items():
             is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
             if not (is_plain and value.numel() > 1) and not _can_be_saved(value):
                 return f"its state {name!r} is a {type(value).__name__}, which cannot be saved"
@@ -99,8 +99,8 @@ class Trial:
 
     def odd_state(self) -> str | None:
         """Return the name of a state that is neither one value nor one per element; None if there is none."""
-        _, twin = self._run()
-        for name, value in next(iter(twin.state.values()), {}).items():
+        _, clone = self._run()
+        for name, value in next(iter(clone.state.values()), {}).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != self._values[0].shape:
                 return f"its state {name!r} has shape {tuple(value.shape)} ({self._shape})"
         return None
@@ -108,16 +108,16 @@ class Trial:
     def counts(self, *, with_gradient: bool) -> set[str]:
         """Return attributes of the optimizer and options of its groups that steps change."""
         param = nn.Parameter(self._values[0].clone())
-        twin: Any = self._stepped([[param]], [(param, Tensor.clone)] if with_gradient else [])
+        clone: Any = self._stepped([[param]], [(param, Tensor.clone)] if with_gradient else [])
         before = {**self._optimizer.__dict__, **self._options}
-        after = {**written_by_steps(twin), **options_of(twin.param_groups[0])}
+        after = {**mutable_attributes(clone), **options_of(clone.param_groups[0])}
         return {key for key, value in after.items() if key not in before or repr(before[key]) != repr(value)}
 
     def moves_without_gradient(self) -> bool:
         """Return whether a step changes a parameter that has no gradient."""
         param = nn.Parameter(self._values[0].clone())
-        twin = self._stepped([[param]], [])
-        return param.grad is not None or bool(twin.state) or not torch.equal(param.detach(), self._values[0])
+        clone = self._stepped([[param]], [])
+        return param.grad is not None or bool(clone.state) or not torch.equal(param.detach(), self._values[0])
 
     def state_after_one_step(self) -> dict[str, Any]:
         del self._values[2:]
@@ -128,8 +128,8 @@ class Trial:
         found = []
         for scale in (1.0, 3.0):
             param = nn.Parameter(self._values[0].clone())
-            twin = self._stepped([[param]], [(param, partial(torch.mul, other=scale))])
-            options = twin.param_groups[0].items()
+            clone = self._stepped([[param]], [(param, partial(torch.mul, other=scale))])
+            options = clone.param_groups[0].items()
             found.append({key: value for key, value in options if isinstance(value, (float, Tensor))})
         differing = [key for key, value in found[0].items() if repr(value) != repr(found[1].get(key))]
         return f"{differing[0]!r} in its groups depends on the gradients of all parameters" if differing else None
@@ -150,20 +150,20 @@ class Trial:
     ) -> tuple[Tensor, torch.optim.Optimizer]:
         """Step over a part of the values. Returns the parameter, flat, and its optimizer."""
         param = nn.Parameter(part(self._values[0]).clone())
-        twin = self._stepped([[param]], [(param, lambda grad: part(grad).clone())], watching)
-        return param.detach().flatten(), twin
+        clone = self._stepped([[param]], [(param, lambda grad: part(grad).clone())], watching)
+        return param.detach().flatten(), clone
 
     def _stepped(
         self, groups: list[list[nn.Parameter]], grads: Grads, watching: AbstractContextManager[object] | None = None
     ) -> torch.optim.Optimizer:
-        twin = ready(self._optimizer, [{"params": params, **self._options} for params in groups])
+        clone = trial_clone(self._optimizer, [{"params": params, **self._options} for params in groups])
         step = bare_step(type(self._optimizer))
         with torch.enable_grad(), watching or nullcontext():
             for value in self._values[1:]:
                 for param, grad in grads:
                     param.grad = grad(value)
-                step(twin)
-        return twin
+                step(clone)
+        return clone
 
 
 def trials(optimizer: torch.optim.Optimizer) -> Iterator[Trial]:
@@ -185,17 +185,17 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
 
 
-def ready(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def trial_clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return a copy over other groups, in training mode, whose steps leave the optimizer and its groups alone."""
-    twin = copy_of(optimizer, groups)
+    clone = copy_optimizer(optimizer, groups)
     for key, value in inner_optimizers(optimizer).items():  # else the trial would step over the model's parameters
-        inner = copy_of(value, groups)
-        inner.param_groups = twin.param_groups
-        twin.__dict__[key] = inner
-    train = getattr(twin, "train", None)
+        inner = copy_optimizer(value, groups)
+        inner.param_groups = clone.param_groups
+        clone.__dict__[key] = inner
+    train = getattr(clone, "train", None)
     if callable(train):  # schedule-free optimizers step in no other mode
         train()
-    return twin
+    return clone
 
 
 def _agree(first: Tensor, second: Tensor) -> bool:
@@ -204,7 +204,7 @@ def _agree(first: Tensor, second: Tensor) -> bool:
 
 def _can_be_saved(value: Any) -> bool:
     try:
-        scalar("", value)
+        scalar_to_json("", value)
     except CheckpointError:
         return False
     return True

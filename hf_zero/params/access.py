@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import read
+from ..comm.agreement import read_on_all_ranks
 from ..comm.wire import Wire
 from ..core.lazy_grad import DistributedGrad
 from ..engine.engine import engine_of
@@ -56,7 +56,7 @@ class _Parameter:
         """Return a copy: this rank's elements, or the full value, a collective. None if there is none."""
         if local:
             return self.own()
-        with self.wire.watch.doing(f"{self.what}()"):
+        with self.wire.watch.operation(f"{self.what}()"):
             return self.whole()
 
     @torch.no_grad()
@@ -67,11 +67,11 @@ class _Parameter:
             _fit(0 if self.part is None else self.part.numel, value, self.what)
             reasons = [self.put(value)]
         else:
-            with self.wire.watch.doing(f"{self.what}()"):
+            with self.wire.watch.operation(f"{self.what}()"):
                 _same_everywhere(self.param, value, self.wire, self.what)
                 self.prepare()
                 flat = value.reshape(-1)
-                mine = flat[:0] if self.part is None else flat[self.part.there]
+                mine = flat[:0] if self.part is None else flat[self.part.source_slice]
                 reasons = self.wire.exchange(self.read(lambda: self.put(mine)))
                 self.follow()
         for reason in filter(None, reasons):
@@ -115,7 +115,7 @@ class _Parameter:
 
     def follow(self) -> None:
         """Follow a full write. A collective."""
-        if not self.engine.context.frees:
+        if not self.engine.context.reshards:
             self.engine.refresh([self.span])
 
     # Between ranks ----------------------------------------------------------------------------------------------------
@@ -123,7 +123,9 @@ class _Parameter:
     def here(self, values: Callable[[slice], Tensor], dtype: torch.dtype) -> Tensor:
         """Return this rank's elements, on the device."""
         device = self.span.device
-        return torch.empty(0, dtype=dtype, device=device) if self.part is None else values(self.part.here).to(device)
+        return (
+            torch.empty(0, dtype=dtype, device=device) if self.part is None else values(self.part.as_slice).to(device)
+        )
 
     def assemble(self, values: Callable[[slice], Tensor], dtype: torch.dtype) -> Tensor:
         """Return a full value from what all ranks have of it. A collective."""
@@ -131,7 +133,7 @@ class _Parameter:
         mine = self.read(lambda: self.here(values, dtype))
         whole = torch.empty(slot.spec.numel, dtype=dtype, device=span.device)
         for rank, part in span.layout.owners(slot):
-            piece = whole[part.there]
+            piece = whole[part.source_slice]
             if rank == span.rank:
                 piece.copy_(mine)
             if span.layout.shards > 1:
@@ -140,7 +142,7 @@ class _Parameter:
 
     def read(self, values: Callable[[], Any]) -> Any:
         """Return `values()`, which fails on every rank if it fails on one. A collective where a rank uses a disk."""
-        return read(self.wire, values, may_fail=self.span.context.storage.uses_disk)
+        return read_on_all_ranks(self.wire, values, may_fail=self.span.context.storage.uses_disk)
 
 
 class _Trained(_Parameter):
@@ -168,7 +170,7 @@ class _Gradient(_Trained):
 
     def exists(self) -> bool:
         bucket = self.span.bucket
-        bucket.land()
+        bucket.wait_for_offload()
         return bucket.grad is not None and bucket.present[self.number]
 
     def values(self, here: slice) -> Tensor:
@@ -176,7 +178,7 @@ class _Gradient(_Trained):
 
     def put(self, mine: Tensor) -> None:
         bucket = self.span.bucket
-        bucket.write(slice(0, 0) if self.part is None else self.part.here, mine.to(self.dtype))
+        bucket.write(slice(0, 0) if self.part is None else self.part.as_slice, mine.to(self.dtype))
         if not bucket.present[self.number]:
             bucket.present[self.number] = bucket.had_local[self.number] = True
             self.engine.fit_segments(self.span)
@@ -329,7 +331,7 @@ def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
         return _Parameter(param, what).set(value, local=True)
     value = _plain(value)
     _fit(deferred.slice_of(param).numel(), value, what)
-    return deferred.put_own(param, value)
+    return deferred.put_local(param, value)
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Parameters that `zero.Init` creates: each rank has its part of the values until the model is sharded.
 
-A deferred parameter is *closed* or *open*. Closed, each rank has its equal part of the row-major elements (`own`), and the
+A deferred parameter is *closed* or *open*. Closed, each rank has its equal part of the row-major elements (`local`), and the
 parameter is a `DeferredParameter` whose `data` is one NaN, expanded to the true shape. Open, `data` is full, the same on every
 rank. Opening is a collective, closing needs no communication. So whether a parameter is open follows from user code alone.
 
-`own` is in memory, in this rank's own file (`store`), or in the files that the values come from (`files`): these are read,
+`local` is in memory, in this rank's own file (`store`), or in the files that the values come from (`files`): these are read,
 not copied, until something is written. Closing takes a digest of the full values: the ranks compare them later.
 """
 
@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..comm.agree import read
+from ..comm.agreement import read_on_all_ranks
 from ..comm.wire import Wire
 from ..engine.parameter import set_source, source_of
 from ..errors import StateError, TierError
 from ..tiers.array import DiskArray, OnDisk, Values, fetch
 from ..tiers.disk import Disk
 from ..tiers.fingerprint import digest
-from .deferred_parameter import copy_deferred, show_closed
+from .deferred_parameter import copy_deferred, make_closed
 
 _TAG = 1 << 16  # above every span's index, and below the highest that a wire takes
 _STORED_BYTES = 64 << 10  # smaller parts stay in memory
-OWN = -1
+WRITTEN_LOCALLY = -1
 """The digest of values of which one rank wrote its part alone."""
 _plain = torch._C.DisableTorchFunction
 
@@ -44,15 +44,15 @@ def deferred_of(param: Tensor) -> Deferred | None:
 
 
 class Deferred:
-    """Has the values of one deferred parameter, as `engine.parameter.Source`. Keeps no reference to the parameter.
+    """Has the values of one deferred parameter, as `engine.parameter.ValueSource`. Keeps no reference to the parameter.
 
     Args:
-        own: this rank's elements, 1-D. None: the parameter is open.
+        local: this rank's elements, 1-D. None: the parameter is open.
         files: all elements, in the files that they come from.
         store: where parts that were computed are stored; None: in memory.
 
     Attributes:
-        label: what it is called in errors. `print`: the digest of the full values that this rank saw last.
+        label: what it is called in errors. `digest`: the digest of the full values that this rank saw last.
         is_used: a function was given it since it was registered. Before, its memory may hold anything.
         is_cast: what a cast of a closed parameter returned.
         session: the `Init` that gave it its label.
@@ -62,18 +62,18 @@ class Deferred:
     def __init__(
         self,
         wire: Wire,
-        own: Values | None = None,
+        local: Values | None = None,
         *,
         device: torch.device | None = None,
         files: OnDisk | None = None,
         store: Disk | None = None,
     ) -> None:
         self.wire, self._files, self._store = wire, files, store
-        self.own = own if files is None else files[self._mine(files.numel())]
-        self.is_open = self.own is None
-        self.device = device or (own.device if own is not None else torch.device("cpu"))
+        self.local = local if files is None else files[self._mine(files.numel())]
+        self.is_open = self.local is None
+        self.device = device or (local.device if local is not None else torch.device("cpu"))
         self.label = "a parameter"
-        self.print: int | None = None
+        self.digest: int | None = None
         self.is_used, self.is_cast, self.pins = False, False, 0
         self.session: object = None
         self._kind: tuple[torch.Size, torch.dtype] | None = None  # what it was closed as before it is open
@@ -94,15 +94,15 @@ class Deferred:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def values(self) -> Tensor:
-        """Return this rank's elements while closed, 1-D, on the device; maybe `own` itself.
+        """Return this rank's elements while closed, 1-D, on the device; maybe `local` itself.
 
         Raises:
             TierError: they cannot be read.
         """
         self._follow()
-        if self.own is None:
+        if self.local is None:
             raise StateError("the part of a parameter was asked for while it is open")
-        return fetch(self.own).to(self.device)
+        return fetch(self.local).to(self.device)
 
     def slice_of(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements, open or closed."""
@@ -119,18 +119,18 @@ class Deferred:
         wire, numel = self.wire, torch.Size(shape).numel()
         per_rank = -(-numel // wire.size)
         with _plain():
-            own = read(wire, self.values, may_fail=self._may_fail and wire.size > 1)
-            if room is None or room.dtype != own.dtype or room.numel() < per_rank * wire.size:
-                room = torch.empty(per_rank * wire.size, dtype=own.dtype, device=self.device)
+            local = read_on_all_ranks(wire, self.values, may_fail=self._may_fail and wire.size > 1)
+            if room is None or room.dtype != local.dtype or room.numel() < per_rank * wire.size:
+                room = torch.empty(per_rank * wire.size, dtype=local.dtype, device=self.device)
             if wire.size == 1:
-                room[:numel].copy_(own)
+                room[:numel].copy_(local)
                 return room[:numel].view(tuple(shape))
-            if own.numel() < per_rank:
-                own = torch.cat([own, own.new_zeros(per_rank - own.numel())])
+            if local.numel() < per_rank:
+                local = torch.cat([local, local.new_zeros(per_rank - local.numel())])
             where, padded = wire.device or self.device, room[: per_rank * wire.size]
             whole = padded if padded.device == where else torch.empty_like(padded, device=where)
             # As bytes: not every backend moves every type.
-            wire.gather(whole.view(torch.uint8), own.to(where).view(torch.uint8), _TAG).close()
+            wire.gather(whole.view(torch.uint8), local.to(where).view(torch.uint8), _TAG).close()
             if whole is not padded:
                 padded.copy_(whole)
             return room[:numel].view(tuple(shape))
@@ -146,7 +146,7 @@ class Deferred:
                 self._keep(value, value.reshape(-1)[self._mine(value.numel())].clone())
 
     @torch.no_grad()
-    def put_own(self, param: nn.Parameter, values: Tensor) -> None:
+    def put_local(self, param: nn.Parameter, values: Tensor) -> None:
         """Replace this rank's elements, and close the parameter: its full values are old. No communication.
 
         Raises:
@@ -158,8 +158,8 @@ class Deferred:
             )
         self.close(param)
         with _plain():
-            self.own, self._files = self._put_away(self.values().clone().copy_(values)), None
-        self._alias, self.print = None, OWN
+            self.local, self._files = self._put_away(self.values().clone().copy_(values)), None
+        self._alias, self.digest = None, WRITTEN_LOCALLY
 
     # Between closed and open ------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Deferred:
         with _plain():
             shape, dtype = param.shape, param.dtype
             whole: Tensor | None
-            if self.wire.size == 1 and isinstance(self.own, Tensor) and self._strides is None:
+            if self.wire.size == 1 and isinstance(self.local, Tensor) and self._strides is None:
                 whole = self.values().view(shape)
             else:
                 whole = self._alias
@@ -200,22 +200,22 @@ class Deferred:
             return
         with _plain():
             whole = param.data
-            if keep or self.own is None:
+            if keep or self.local is None:
                 part = whole.reshape(-1)[self._mine(whole.numel())]
                 self._keep(whole, part if self.wire.size == 1 else part.clone())
                 self._strides = _kept_strides(whole)
                 self.device = whole.device
             self.is_open = False
             shape, dtype = (whole.shape, whole.dtype) if keep or self._kind is None else self._kind
-            show_closed(param, shape, dtype, self.device)
-            shares = self.wire.size > 1 or isinstance(self.own, OnDisk)
+            make_closed(param, shape, dtype, self.device)
+            shares = self.wire.size > 1 or isinstance(self.local, OnDisk)
             if keep and shares and _holders(whole) > 1:
                 self._alias = whole
 
     def _keep(self, whole: Tensor, part: Tensor) -> None:
-        self.own, self._files = self._put_away(part), None
+        self.local, self._files = self._put_away(part), None
         if self.wire.size > 1:
-            self.print = digest(whole.reshape(-1))
+            self.digest = digest(whole.reshape(-1))
 
     def _put_away(self, part: Tensor) -> Values:
         """Store a part for the time that it is closed. Without room on disk it stays in memory."""
@@ -248,7 +248,7 @@ class Deferred:
     @torch.no_grad()
     def _follow(self) -> None:
         alias = self._alias
-        if alias is not None and digest(alias.reshape(-1)) != self.print:
+        if alias is not None and digest(alias.reshape(-1)) != self.digest:
             self._keep(alias, alias.reshape(-1)[self._mine(alias.numel())].clone())
 
     def follow(self, param: nn.Parameter) -> None:
@@ -256,7 +256,7 @@ class Deferred:
         self._follow()
         if self.is_open and self.wire.size > 1:
             with _plain():
-                self.print = digest(param.detach().reshape(-1))
+                self.digest = digest(param.detach().reshape(-1))
 
     @torch.no_grad()
     def cast(self, param: nn.Parameter, change: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -264,30 +264,30 @@ class Deferred:
         self._follow()
         with _plain():
             like = change(torch.empty(0, dtype=param.dtype, device=self.device))
-            stays = isinstance(self.own, OnDisk) and like.dtype == param.dtype
-            made = Deferred(self.wire, self.own if stays else change(self.values()), device=like.device)
-        made.is_cast, made.is_used, made.print, made._strides = True, self.is_used, self.print, self._strides
-        return closed(made, param.shape, like.dtype, False)
+            stays = isinstance(self.local, OnDisk) and like.dtype == param.dtype
+            made = Deferred(self.wire, self.local if stays else change(self.values()), device=like.device)
+        made.is_cast, made.is_used, made.digest, made._strides = True, self.is_used, self.digest, self._strides
+        return closed_parameter(made, param.shape, like.dtype, False)
 
     def take(self, param: nn.Parameter, cast: Deferred, shape: torch.Size, dtype: torch.dtype) -> None:
         """Take the values of what `cast` returned, for this parameter or for another one."""
-        if cast.own is not self.own and cast.own is not None:
-            self.own, self._files = self._put_away(fetch(cast.own)), None
+        if cast.local is not self.local and cast.local is not None:
+            self.local, self._files = self._put_away(fetch(cast.local)), None
         self._alias, self.device = None, cast.device
-        self.is_used, self.print, self._strides = cast.is_used, cast.print, cast._strides
-        show_closed(param, shape, dtype, self.device)
+        self.is_used, self.digest, self._strides = cast.is_used, cast.digest, cast._strides
+        make_closed(param, shape, dtype, self.device)
 
     def copied(self, param: nn.Parameter) -> nn.Parameter:
         """Return a closed copy, or one in the same files."""
         self.follow(param)
         files = self.files
-        own = self.slice_of(param).clone() if files is None else None
-        made = Deferred(self.wire, own, device=self.device, files=files, store=self._store)
+        local = self.slice_of(param).clone() if files is None else None
+        made = Deferred(self.wire, local, device=self.device, files=files, store=self._store)
         made._may_fail = self._may_fail
-        made.label, made.is_used, made.print = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.print
+        made.label, made.is_used, made.digest = f"a parameter of shape {tuple(param.shape)}", self.is_used, self.digest
         with _plain():
             made._strides = _kept_strides(param.data) if self.is_open else self._strides
-        return closed(made, param.shape, param.dtype, param.requires_grad)
+        return closed_parameter(made, param.shape, param.dtype, param.requires_grad)
 
     # As a source of an engine -----------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Deferred:
         if self.is_open:
             with _plain():
                 return param.detach()
-        return self.own if self.wire.size == 1 and isinstance(self.own, Tensor) else self._alias
+        return self.local if self.wire.size == 1 and isinstance(self.local, Tensor) else self._alias
 
     def fill(self, param: nn.Parameter, target: Tensor, room: Tensor) -> None:
         """Write the full values to `target`, the beginning of `room`. A collective."""
@@ -311,17 +311,17 @@ class Deferred:
         set_source(param, None)
         self._unstore()
 
-    def stand_in(self, param: nn.Parameter) -> Tensor:
+    def meta_tensor(self, param: nn.Parameter) -> Tensor:
         """Return a meta tensor of the shape, dtype and strides that the parameter has when it is open."""
         strides = self._strides or torch.empty(param.shape, device="meta").stride()
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device="meta")
 
 
-def closed(deferred: Deferred, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+def closed_parameter(deferred: Deferred, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
     """Return a new closed parameter whose values `deferred` has: this rank's elements, or all of them in files."""
     with _plain():
         param = nn.Parameter(torch.empty(0, dtype=dtype, device=deferred.device), requires_grad=requires_grad)
-        show_closed(param, shape, dtype, deferred.device)
+        make_closed(param, shape, dtype, deferred.device)
     set_source(param, deferred)
     return param
 

@@ -27,7 +27,7 @@ _LAYOUT = frozenset({"is_contiguous", "storage_offset", "stride"})
 _CASTS = frozenset({"to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"})
 
 
-class EnteredMode(TorchFunctionMode):
+class InitMode(TorchFunctionMode):
     """Sends every torch function through `zero.Init`, which opens their parameters; inside that, functions are plain."""
 
     def __init__(self, init: Any) -> None:
@@ -38,9 +38,9 @@ class EnteredMode(TorchFunctionMode):
         return self.init.call(func, args, kwargs or {})
 
 
-def entered() -> Any:
+def current_init() -> Any:
     """Return the outermost `zero.Init` that is entered; None if there is none."""
-    return next((mode.init for mode in _get_current_function_mode_stack() if isinstance(mode, EnteredMode)), None)
+    return next((mode.init for mode in _get_current_function_mode_stack() if isinstance(mode, InitMode)), None)
 
 
 def needs_values(func: Any) -> bool:
@@ -67,7 +67,7 @@ class DeferredParameter(nn.Parameter):
         return nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if entered() is None:
+        if current_init() is None:
             _refuse(Tensor.__deepcopy__, self)
         if id(self) not in memo:
             memo[id(self)] = _of(self).copied(self)
@@ -107,7 +107,7 @@ class DeferredParameter(nn.Parameter):
             if is_first and (name in _LAYOUT or name.endswith("_like")):
                 if name not in _LAYOUT:
                     options.setdefault("device", first.device)
-                args = (_of(first).stand_in(first), *args[1:])
+                args = (_of(first).meta_tensor(first), *args[1:])
             return func(*args, **options)
 
 
@@ -148,7 +148,7 @@ def _refuse(func: Any, param: Any) -> Any:
     )
 
 
-def show_closed(param: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def make_closed(param: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     with _plain():
         param.data = torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from ..compat.compiling import Compile, Compiling
 from ..compat.evaluation import OtherDtype
 from ..core.layout import Layout
-from ..diagnostics.recorder import Recorder, Records
+from ..diagnostics.recorder import Recorder, RecorderObserver
 from ..engine import engine as core
 from ..engine.graph import backward_id
 from ..errors import ConfigError, StateError
 from ..plan.plan import Plan
 from ..plan.report import Report
 from ..sequence.parallel import SequenceParallel
-from . import weighing
-from .away import Away
+from . import loss_weights
+from .offload_states import StateOffload
 from .unsharded import PinnedUnits, same_on_all_ranks
 
 _ELSEWHERE = {
@@ -43,7 +43,7 @@ _ELSEWHERE = {
 class Engine(core.Engine):
     """One sharded model in training. Made by `zero.shard`; see there."""
 
-    _away: Away | None = None
+    _state_offload: StateOffload | None = None
 
     if not TYPE_CHECKING:  # mypy would accept every name
 
@@ -142,8 +142,8 @@ class Engine(core.Engine):
         Raises:
             ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0.
         """
-        with self.wire.watch.doing("total_weight()"):
-            return weighing.over_ranks(self.wire, weight)
+        with self.wire.watch.operation("total_weight()"):
+            return loss_weights.sum_over_ranks(self.wire, weight)
 
     def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
         """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
@@ -167,13 +167,13 @@ class Engine(core.Engine):
                 f"weigh() scales a mean over one rank's samples, and with sp_size={self.config.sp_size} the model's loss is "
                 "the mean over the tokens of all ranks. Leave it out, or pass num_items_in_batch to local_sequence"
             )
-        problem = weighing.is_loss(loss)
+        problem = loss_weights.loss_problem(loss)
         if total is None:
-            with self.wire.watch.doing("weigh()"):
-                total = weighing.over_ranks(self.wire, weight, problem)
+            with self.wire.watch.operation("weigh()"):
+                total = loss_weights.sum_over_ranks(self.wire, weight, problem)
         elif problem is not None:
             raise ConfigError(problem)
-        return weighing.scaled(loss, weight, total, self.world_size)
+        return loss_weights.scale_loss(loss, weight, total, self.world_size)
 
     def own_buffers(self) -> AbstractContextManager[None]:
         """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
@@ -221,13 +221,13 @@ class Engine(core.Engine):
             >>> engine.reload_states()
         """
         self.context.refuse_unsharded("offload_states")
-        with self.wire.watch.doing("Engine.offload_states"):
-            if self._away is not None:
+        with self.wire.watch.operation("Engine.offload_states"):
+            if self._state_offload is not None:
                 raise StateError("offload_states: states are in host memory already. Call reload_states() first")
             self.schedule.flush()
             self.quiesce()
-            self._away = Away(self.context, self.bindings)
-            self._away.leave()
+            self._state_offload = StateOffload(self.context, self.bindings)
+            self._state_offload.offload()
 
     def reload_states(self) -> None:
         """Move everything back, the same to the bit. A collective where the stage keeps full parameters.
@@ -235,11 +235,11 @@ class Engine(core.Engine):
         Raises:
             StateError: nothing is away.
         """
-        with self.wire.watch.doing("Engine.reload_states"):
-            if self._away is None:
+        with self.wire.watch.operation("Engine.reload_states"):
+            if self._state_offload is None:
                 raise StateError("reload_states: no states are in host memory. Call offload_states() first")
-            self._away.come_back()
-            self._away = None
+            self._state_offload.reload()
+            self._state_offload = None
 
     @property
     def plan(self) -> Plan:
@@ -260,8 +260,8 @@ class Engine(core.Engine):
         return self.observer(OtherDtype).shown_in(dtype)
 
     @property
-    def _records(self) -> Records:
-        return self.observer(Records)
+    def _records(self) -> RecorderObserver:
+        return self.observer(RecorderObserver)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -17,7 +17,7 @@ from ..engine.context import Context
 from ..engine.parameter import Place, place_of
 from ..engine.span import Span
 from ..engine.unit import Unit
-from ..engine.written import write_back
+from ..engine.write_back import write_back
 from ..errors import ConfigError, StateError
 from ..tiers.fingerprint import fingerprint
 from .deferred import Deferred, deferred_of
@@ -85,9 +85,9 @@ class GatheredParameters:
                             f"modifier_rank must be None or one of 0 to {last}, found {self._modifier_rank}"
                         )
                     self._groups.append(group)
-                    with group.wire.watch.doing("GatheredParameters"):
+                    with group.wire.watch.operation("GatheredParameters"):
                         group.gather()
-                    group.prints = _fingerprints(group)
+                    group.fingerprints = _fingerprints(group)
             except BaseException:
                 self._leave()
                 raise
@@ -119,8 +119,8 @@ def _keep_edits(group: _Sharded | _Created, modifier: int | None) -> None:
     wire = group.wire
     if modifier is None and group.is_free:
         return
-    with wire.watch.doing("GatheredParameters"):
-        edited = [now != before for now, before in zip(_fingerprints(group), group.prints)]
+    with wire.watch.operation("GatheredParameters"):
+        edited = [now != before for now, before in zip(_fingerprints(group), group.fingerprints)]
         everyone: list[tuple[str, list[bool]]] = wire.exchange((group.check_shapes(), edited))
         for rank, (reason, theirs) in enumerate(everyone):
             if reason and (modifier is None or rank == modifier):
@@ -151,7 +151,7 @@ class _Sharded:
         is_free: edits belong to an outer context, also without `modifier_rank`.
     """
 
-    prints: list[list[int]]
+    fingerprints: list[list[int]]
 
     def __init__(self, context: Context, params: list[nn.Parameter]) -> None:
         self.params, self.wire, self._context = params, context.wire, context
@@ -166,9 +166,9 @@ class _Sharded:
         for span in [span for unit in units for span in unit.spans]:
             for event in self._context.events.master_read:
                 event(span)
-        self._apart = [unit for unit in units if not unit.is_apart]
+        self._apart = [unit for unit in units if not unit.ignores_writes]
         for unit in self._apart:
-            unit.is_apart = True
+            unit.ignores_writes = True
         self._units = PinnedUnits(self._context, units, "GatheredParameters", apart=True)
 
     def full(self, number: int) -> Tensor:
@@ -193,7 +193,7 @@ class _Sharded:
         if self._units is not None:
             self._units.end(self._kept)
         for unit in self._apart:
-            unit.is_apart = False
+            unit.ignores_writes = False
             for event in self._context.events.writes_dropped:  # an outer context's unit: what was written here is known
                 event(unit)
 
@@ -201,7 +201,7 @@ class _Sharded:
 class _Created:
     """Parameters created under `zero.Init`."""
 
-    prints: list[list[int]]
+    fingerprints: list[list[int]]
     is_free = False
 
     def __init__(self, params: list[nn.Parameter]) -> None:

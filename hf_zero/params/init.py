@@ -26,31 +26,31 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ..comm.agree import differing, on_all_ranks
+from ..comm.agreement import gather_if_different, on_all_ranks
 from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.watch import STALL_S
 from ..comm.wire import Wire
 from ..config import OFFLOADS, check_choice
-from ..core.late import Late
+from ..core.lazy_import import LazyFunction
 from ..engine.parameter import place_of, set_source
 from ..errors import RankMismatchError
 from ..tiers.disk import Disk
-from ..tiers.host import free_at_once, freeing_at_once
+from ..tiers.host import return_freed_memory, returning_freed_memory
 from ..tiers.tier import Meter
-from .alike import Seen, check_equal
 from .deferred import Deferred, deferred_of
 from .deferred_parameter import (
     DeferredParameter,
-    EnteredMode,
+    InitMode,
     copy_deferred,
-    entered,
+    current_init,
     is_new_parameter,
     needs_values,
 )
+from .rank_equality import ParameterDigest, check_equal
 
 Pair = tuple[nn.Parameter, Deferred]
-_FROM_PRETRAINED = Late("transformers", "huggingface.from_pretrained", "reading")
+_FROM_PRETRAINED = LazyFunction("transformers", "huggingface.from_pretrained", "patched_loading")
 
 _REGISTER = nn.Module.register_parameter
 _TRIM_BYTES = 16 << 20
@@ -134,7 +134,7 @@ class Init:
     def __enter__(self) -> Init:
         if not self.enabled:
             return self
-        outer: Init | None = entered()
+        outer: Init | None = current_init()
         if outer is not None:
             outer._depth += 1
             return outer
@@ -143,24 +143,24 @@ class Init:
         if self._stores:
             with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
                 self._store = Disk(self._folder, self.wire.rank, Meter())
-            free_at_once()  # in training, too: most of such a model is on disk
+            return_freed_memory()  # in training, too: most of such a model is on disk
         self._own_random, self._session = None, object()
         self.align_random_states()
         self._thread = threading.get_ident()
         with ExitStack() as stack:
-            stack.enter_context(freeing_at_once())
+            stack.enter_context(returning_freed_memory())
             stack.callback(self._leave)
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             stack.callback(register_module_module_registration_hook(self._on_module).remove)
-            stack.enter_context(EnteredMode(self))
-            if (reading := _FROM_PRETRAINED.if_installed()) is not None:  # also if it is imported inside
-                stack.enter_context(reading(self))
+            stack.enter_context(InitMode(self))
+            if (patched_loading := _FROM_PRETRAINED.if_installed()) is not None:  # also if it is imported inside
+                stack.enter_context(patched_loading(self))
             self._stack = stack.pop_all()
         self._depth = 1
         return self
 
     def __exit__(self, *error: Any) -> None:
-        outer: Init | None = entered() if self.enabled else None
+        outer: Init | None = current_init() if self.enabled else None
         if outer is None:
             return
         outer._depth -= 1
@@ -169,8 +169,10 @@ class Init:
             known, outer._known = outer._known, []
             if error[0] is None:
                 alive = [each() for each in known]
-                mine = [None if each is None else Seen(each.label, each.print, each.is_used) for each in alive]
-                with outer.wire.watch.doing("the end of zero.Init"):
+                mine = [
+                    None if each is None else ParameterDigest(each.label, each.digest, each.is_used) for each in alive
+                ]
+                with outer.wire.watch.operation("the end of zero.Init"):
                     check_equal(outer.wire, "the end of zero.Init", mine)
 
     def _leave(self) -> None:
@@ -188,7 +190,7 @@ class Init:
 
     def align_random_states(self) -> None:
         """Use rank 0's random state on all ranks until the context is left, where states differ. A collective."""
-        with self.wire.watch.doing("zero.Init"):
+        with self.wire.watch.operation("zero.Init"):
             own = _align_random_states(self.wire)
         if self._own_random is None:
             self._own_random = own
@@ -274,7 +276,7 @@ class Init:
                 if deferred.has_alias:
                     self._aliased.add(deferred)
                 self._freed_bytes += param.numel() * param.element_size()
-        # Parts that are smaller than what `freeing_at_once` maps lie between holes of malloc's heap.
+        # Parts that are smaller than what `returning_freed_memory` maps lie between holes of malloc's heap.
         if self._freed_bytes >= _TRIM_BYTES and _malloc_trim is not None and self.wire.size > 1:
             self._freed_bytes = 0
             _malloc_trim(0)
@@ -299,9 +301,9 @@ class Init:
         if found and self.wire.size > 1:
             for each in found:
                 self._note(each)
-            mine = [Seen(each.label, each.print, each.is_used) for each in found]
+            mine = [ParameterDigest(each.label, each.digest, each.is_used) for each in found]
             what = f"{what} of {mine[0].name}"
-            with self.wire.watch.doing(what):
+            with self.wire.watch.operation(what):
                 check_equal(self.wire, what, mine)
 
     def _note_peak(self) -> None:
@@ -364,7 +366,7 @@ def _align_random_states(wire: Wire) -> list[Tensor] | None:
     cuda = device.type == "cuda" and torch.cuda.is_initialized()
     with torch._C.DisableTorchFunction():
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
-        everyone = differing(wire, [state.numpy().tobytes() for state in states])
+        everyone = gather_if_different(wire, [state.numpy().tobytes() for state in states])
         if everyone is None:
             return None
         _set_random_states([torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in everyone[0]], device)

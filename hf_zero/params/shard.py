@@ -11,16 +11,16 @@ from torch import nn
 from .. import compat, diagnostics, sequence
 from ..compat.compiling import Compile
 from ..config import ZeroConfig, ranks_text
-from ..core.late import Late
+from ..core.lazy_import import LazyFunction
 from ..engine.shard import Optimizers
 from ..engine.shard import shard as shard_core
 from ..plan.machine import Machine
-from .alike import check_ready
 from .arguments import check_shard_arguments, device_from
 from .engine import Engine
+from .rank_equality import check_deferred_equal
 
 _LOG = logging.getLogger(__name__)
-_CHECK_LOADER = Late("accelerate.state", "huggingface.arguments", "check_loader")
+_CHECK_LOADER = LazyFunction("accelerate.state", "huggingface.arguments", "check_loader")
 
 
 def shard(
@@ -60,8 +60,8 @@ def shard(
         >>> engine = zero.shard(model, optimizer, zero.ZeroConfig(stage=3), mixed_precision="bf16")
     """
     check_shard_arguments(model, optimizer, config, transports)
-    model, compile_ = take_wrapper_off(model)
-    check_ready(model)
+    model, compile_ = unwrap_compiled(model)
+    check_deferred_equal(model)
     config = config or ZeroConfig()
     observers = [*compat.observers(), *diagnostics.observers(config), *sequence.observers(config)]
     try:
@@ -87,7 +87,7 @@ def shard(
     return engine
 
 
-def take_wrapper_off(model: nn.Module) -> tuple[nn.Module, Compile | None]:
+def unwrap_compiled(model: nn.Module) -> tuple[nn.Module, Compile | None]:
     """Return the module inside `torch.compile(model)`, and what compiles with the same settings. The wrapper calls it."""
     inner, compile_ = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
     if not isinstance(inner, nn.Module) or compile_ is None:

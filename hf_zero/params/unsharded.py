@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ..comm import agree
+from ..comm import agreement
 from ..config import size_text
 from ..core.precision import dtype_of
 from ..engine.context import Context
@@ -50,15 +50,15 @@ class PinnedUnits:
             unit.release()
             for span in unit.spans:
                 dtype = dtype_of(span.layout.spec.dtype) if exact else span.full.dtype
-                if dtype != span.full.dtype or span.codec is not None or (apart and span.stays):
+                if dtype != span.full.dtype or span.codec is not None or (apart and span.is_persistent):
                     wanted.append((span, dtype))
         free = context.free_bytes()
         try:
-            with agree.on_all_ranks(context.wire, what, kind=OutOfMemoryError):
+            with agreement.on_all_ranks(context.wire, what, kind=OutOfMemoryError):
                 self._check_memory(what, wanted, free)
                 for span, dtype in wanted:
-                    self._hidden[span] = span.hidden
-                    span.show(dtype, what, masters=True)
+                    self._hidden[span] = span.buffer_depth
+                    span.push_buffer(dtype, what, masters=True)
             self._gather({span for span, _ in wanted})
             context.raise_failures(what)
         except BaseException:
@@ -71,7 +71,10 @@ class PinnedUnits:
         needed = sum(span.layout.numel * dtype.itemsize for span, dtype in wanted)
         others = {span for span, _ in wanted}
         needed += sum(
-            span.full_bytes for unit in self.units for span in unit.spans if not span.stays and span not in others
+            span.full_bytes
+            for unit in self.units
+            for span in unit.spans
+            if not span.is_persistent and span not in others
         )
         if needed > free:
             budget = "" if self._context.config.device_memory is None else " of its device_memory"
@@ -105,7 +108,7 @@ class PinnedUnits:
             StateError: user code wrote full parameters. The optimizer's tensors of them were written, too.
         """
         for span, known in self._known.items():
-            if not span.is_alias and digest(span.full) != known:
+            if not span.master_is_local and digest(span.full) != known:
                 raise StateError(
                     f"{span.name_of(0)!r}, or a parameter of the same span, and the optimizer's tensors of them were both "
                     "written inside zero.unsharded, so neither write can count alone. Write one of the two"
@@ -113,7 +116,7 @@ class PinnedUnits:
 
     def renew(self) -> None:
         """Gather again: the masters were written. A collective."""
-        if self._context.frees:
+        if self._context.reshards:
             for unit in self.units:
                 unit.state = State.SHARDED
                 unit.gather()
@@ -129,7 +132,7 @@ class PinnedUnits:
         """
         for unit in self.units:
             unit.is_pinned = False
-            if not self._context.frees:
+            if not self._context.reshards:
                 self._hide(unit, kept)
             # What was written is in the masters, or is to be forgotten: no release may find it once more.
             for event in self._context.events.writes_dropped:
@@ -137,11 +140,11 @@ class PinnedUnits:
             for span in unit.spans:
                 # Views that user code took inside would crash the process if their memory were resized.
                 if span.is_freed_in_place and span.has_outside_views:
-                    span.leave_storage()
+                    span.move_to_new_storage()
             unit.release()
             self._hide(unit, {})  # of a unit that could not be gathered
             coded = [span for span in unit.spans if span.codec is not None and kept.get(span)]
-            if coded and not self._context.frees:  # what codes stand for, as after every gather
+            if coded and not self._context.reshards:  # what codes stand for, as after every gather
                 unit.mark_old(coded)
                 unit.gather()
                 unit.wait()
@@ -149,7 +152,7 @@ class PinnedUnits:
     def _hide(self, unit: Unit, kept: Mapping[Span, Sequence[int]]) -> None:
         for span in unit.spans:
             if span in self._hidden:
-                span.show_usual(kept.get(span, ()), self._hidden[span])
+                span.pop_buffers(kept.get(span, ()), self._hidden[span])
 
 
 def same_on_all_ranks(context: Context) -> None:

@@ -45,7 +45,7 @@ class Placement:
         return Placement(parameters, optimizer)
 
     @property
-    def home(self) -> Tier:
+    def master_tier(self) -> Tier:
         """The tier of the master."""
         return self.optimizer or self.parameters
 
@@ -167,7 +167,7 @@ def is_cast(span: SpanLayout, policy: StagePolicy) -> bool:
 
 def shares_memory(span: SpanLayout, placement: Placement, policy: StagePolicy) -> bool:
     """Return whether the copy is the master."""
-    return placement.parameters is placement.home and not is_cast(span, policy)
+    return placement.parameters is placement.master_tier and not is_cast(span, policy)
 
 
 def is_in_files(span: SpanLayout, placement: Placement, setup: Setup) -> bool:
@@ -181,7 +181,7 @@ def casts_master(span: SpanLayout, placement: Placement, setup: Setup) -> bool:
     """Return whether masters on the device are cast into the gathered span before each gather: no tier stores a copy."""
     if stays(span, placement, setup.policy) or has_one_type(span):
         return False
-    return placement.home is Tier.DEVICE
+    return placement.master_tier is Tier.DEVICE
 
 
 def parameter_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
@@ -201,7 +201,7 @@ def master_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
     if is_in_files(span, placement, setup) or shares_memory(span, placement, setup.policy):
         return 0
     nbytes = span.slice_numel * itemsize(span.spec.master_dtype)
-    return padded(nbytes) if placement.home is Tier.DISK else nbytes
+    return padded(nbytes) if placement.master_tier is Tier.DISK else nbytes
 
 
 def tensors_bytes(span: SpanLayout, tier: Tier, setup: Setup) -> tuple[int, int]:
@@ -211,7 +211,7 @@ def tensors_bytes(span: SpanLayout, tier: Tier, setup: Setup) -> tuple[int, int]
     on disk.
     """
     is_on_disk, master = tier is Tier.DISK, itemsize(span.spec.master_dtype)
-    if not span.is_whole:
+    if not span.is_unsliced:
         nbytes = span.slice_numel * master
         return setup.optimizer_tensors * (padded(nbytes) if is_on_disk else nbytes), 0
     arrays = [(nbytes, slot.spec.numel * master) for slot in span.owned_slots for nbytes in slot.spec.state_bytes]
@@ -246,7 +246,7 @@ def state_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> dict[tu
     """Return stored bytes of one span, by tier and kind."""
     out = {(tier, kind): 0 for tier in TIERS for kind in STATES}
     out[placement.parameters, "parameters"] = parameter_bytes(span, placement, setup)
-    out[placement.home, "optimizer"] = master_bytes(span, placement, setup)
+    out[placement.master_tier, "optimizer"] = master_bytes(span, placement, setup)
     if (tier := placement.optimizer) is not None:
         states, beside = tensors_bytes(span, tier, setup)
         out[tier, "optimizer"] += states

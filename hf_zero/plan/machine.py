@@ -37,7 +37,7 @@ DISK_MARGIN = 0.05
 _TURN_BYTES = 256 << 20
 """Copied, written or read in one turn of a probe."""
 _REPEATS = 3
-_LEAST_GEMM, _MOST_GEMM, _GEMM_S = 256, 8192, 0.02
+_MIN_GEMM, _MAX_GEMM, _GEMM_S = 256, 8192, 0.02
 
 
 _SIZES = ("device_memory", "host_memory", "disk_free", "shares_memory")
@@ -102,13 +102,13 @@ class Machine:
                     raise ConfigError(f"{path}: {name} is 0: leave it out if it is not known")
         return Machine(**values)
 
-    def keep(self, path: Path) -> None:
+    def save(self, path: Path) -> None:
         """Write a machine file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @staticmethod
-    def least(machines: Iterable[Machine]) -> Machine:
+    def minimum(machines: Iterable[Machine]) -> Machine:
         """Return what all machines have, so that a plan is the same on every rank."""
         every = list(machines)
 
@@ -125,7 +125,7 @@ class Machine:
         )
 
 
-def kept() -> Path:
+def measurements_path() -> Path:
     """Return the file with the measurements of this host, in the user's cache (XDG base directory specification)."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache, "hf_zero", f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', host_name())}.json")
@@ -133,7 +133,7 @@ def kept() -> Path:
 
 def measured() -> Machine | None:
     """Return what `hf-zero probe` measured on this host; None if it has not run, or its file cannot be used."""
-    path = kept()
+    path = measurements_path()
     try:
         return Machine.load(path) if path.exists() else None
     except ConfigError as error:
@@ -144,7 +144,9 @@ def measured() -> Machine | None:
 # Bytes --------------------------------------------------------------------------------------------------------------
 
 
-def here(device: torch.device, *, ranks: int = 1, offload_dir: str | None = None, held_bytes: int = 0) -> Machine:
+def free_memory(
+    device: torch.device, *, ranks: int = 1, offload_dir: str | None = None, held_bytes: int = 0
+) -> Machine:
     """Return the free memory of this host, less a margin, divided by its `ranks`.
 
     Args:
@@ -223,9 +225,9 @@ def probe(device: torch.device, wire: Wire, *, ranks: int = 1, offload_dir: str 
     """
     host = _optimizer_bandwidth(torch.device("cpu"))
     down, up = _link_bandwidth(device)
-    collectives: dict[str, Any] = dict(measure(device, wire))
+    collectives: dict[str, Any] = dict(measure_collectives(device, wire))
     found = replace(
-        here(device, ranks=ranks, offload_dir=offload_dir),
+        free_memory(device, ranks=ranks, offload_dir=offload_dir),
         host_bandwidth=host,
         device_bandwidth=_optimizer_bandwidth(device) if device.type == "cuda" else host,
         link_down=down,
@@ -235,7 +237,7 @@ def probe(device: torch.device, wire: Wire, *, ranks: int = 1, offload_dir: str 
     )
     read, write = _disk_bandwidth(offload_dir, wire)
     everyone: list[Machine] = wire.exchange(replace(found, disk_read=read, disk_write=write))
-    return Machine.least(everyone)
+    return Machine.minimum(everyone)
 
 
 def busy_share() -> float:
@@ -254,14 +256,14 @@ def _turns(device: torch.device, action: Callable[[], object], turns: int, wire:
     """Return the seconds of turns, which all ranks of `wire` begin together, after one warm-up."""
     taken = []
     for _ in range(turns + 1):
-        finish(device)
+        synchronize(device)
         if wire is not None:
             wire.barrier()
         started = time.perf_counter()
         begun = action()
         if isinstance(begun, Inflight):
             begun.close()
-        finish(device)
+        synchronize(device)
         taken.append(max(time.perf_counter() - started, 1e-9))
     return taken[1:]
 
@@ -280,11 +282,11 @@ def _optimizer_bandwidth(device: torch.device) -> float:
 
 def _gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Time square products of growing size until one takes long enough; some processors are slow at some dtypes."""
-    size = _LEAST_GEMM
+    size = _MIN_GEMM
     while True:
         a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
         taken_s = _best_s(device, partial(torch.mm, a, b))
-        if size >= _MOST_GEMM or taken_s > _GEMM_S:
+        if size >= _MAX_GEMM or taken_s > _GEMM_S:
             return 2.0 * size**3 / taken_s
         size *= 2
 
@@ -293,15 +295,15 @@ def _link_bandwidth(device: torch.device) -> tuple[float, float]:
     """Return bytes per second down and up; on a CPU device both are copies within host memory."""
     link, nbytes = Link(device, Meter()), _TURN_BYTES
     on_host, on_device = link.empty(nbytes, torch.uint8).fill_(1), torch.ones(nbytes, dtype=torch.uint8, device=device)
-    down = _best_s(device, lambda: link.down(on_device, on_host))
-    return nbytes / down, nbytes / _best_s(device, lambda: link.up(on_host, on_device))
+    down = _best_s(device, lambda: link.copy_to_host(on_device, on_host))
+    return nbytes / down, nbytes / _best_s(device, lambda: link.copy_to_device(on_host, on_device))
 
 
 def _disk_bandwidth(offload_dir: str | None, wire: Wire) -> tuple[float, float]:
     """Return bytes per second of reads and writes, in pieces that move at the same time, as in the disk tier."""
     disk, cpu, nbytes = Disk(offload_dir, wire.rank, Meter()), torch.device("cpu"), _TURN_BYTES
     try:
-        region, buffer = disk.take(nbytes), Link(cpu, disk.meter).empty(nbytes, torch.uint8).fill_(7)
+        region, buffer = disk.allocate(nbytes), Link(cpu, disk.meter).empty(nbytes, torch.uint8).fill_(7)
         wire.barrier()
         write = _best_s(cpu, lambda: disk.write(region.offset, buffer))
         return nbytes / _best_s(cpu, lambda: disk.read(region.offset, buffer)), nbytes / write
@@ -317,7 +319,7 @@ _TURNS, _SMALL_TURNS = 7, 21
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
 
 
-def measure(device: torch.device, wire: Wire) -> dict[str, float]:
+def measure_collectives(device: torch.device, wire: Wire) -> dict[str, float]:
     """Time a small and a large gather, as the engine issues them; medians, in some seconds.
 
     A collective with the same result on every rank. Empty on one rank.
@@ -341,7 +343,7 @@ def measure(device: torch.device, wire: Wire) -> dict[str, float]:
     return {"latency": max(0.0, small_s - small / bandwidth) / (wire.size - 1), "collective": bandwidth}
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .machine import Machine
-from .work import Collective
+from .traffic import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Network:
         return hops_s * (ranks - 1) / ranks + max(near_s, far_s)
 
     def seconds(self, collectives: Iterable[Collective], machine: Machine) -> dict[tuple[str, str], float]:
-        """Return the seconds of all collectives, by phase and road, as keys of `work.Work`; empty if no speed is known."""
+        """Return the seconds of all collectives by keys of `traffic.PhaseTraffic`; empty if no speed is known."""
         out: dict[tuple[str, str], float] = {}
         for each in collectives if machine.collective is not None else ():
-            key = each.phase, each.road
+            key = each.phase, each.channel
             out[key] = out.get(key, 0.0) + each.count * self.time_s(each, machine)
         return out

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ..core.layout import SpanLayout, UnitLayout, UseTimes, itemsize
-from ..tiers.pool import KEPT_BUFFERS
+from ..tiers.storage import KEPT_BUFFERS
 from ..tiers.tier import Tier, padded
 from .costs import (
     KINDS,
@@ -223,12 +223,12 @@ def _records(span: SpanLayout, setup: Setup) -> tuple[int, int]:
     """Return how many slabs or full matrices of a span the disk tier updates one by one, and the bytes of the largest."""
     master = itemsize(span.spec.master_dtype)
     gradient = gradient_itemsize(span, Tier.DISK, setup) if stores_gradients(Tier.DISK, setup) else 0
-    if span.is_whole:
+    if span.is_unsliced:
         found = [(slot.spec.numel, slot.spec.state_bytes) for slot in span.owned_slots if span.slice_numel]
     else:
         slab = min(span.slice_numel, setup.sizes.slab_numel)
         found = [(slab, (slab * master,) * setup.optimizer_tensors)]
-    count = len(found) if span.is_whole else -(-span.slice_numel // setup.sizes.slab_numel)
+    count = len(found) if span.is_unsliced else -(-span.slice_numel // setup.sizes.slab_numel)
     sizes = (sum(map(padded, (numel * master, numel * gradient, *states))) for numel, states in found)
     return count, max(sizes, default=0)
 
@@ -238,7 +238,7 @@ def matrix_bytes(placements: Sequence[Placement], setup: Setup) -> int:
     sizes = (
         2 * slot.spec.numel * itemsize(span.spec.master_dtype) + sum(slot.spec.state_bytes)
         for span, placement in zip(setup.layout.spans, placements)
-        if span.is_whole and span.slice_numel and placement.is_offloaded and not setup.is_cpu
+        if span.is_unsliced and span.slice_numel and placement.is_offloaded and not setup.is_cpu
         for slot in span.owned_slots
     )
     return max(sizes, default=0)

@@ -160,7 +160,7 @@ def plan(inputs: PlanInputs) -> Plan:
     If `auto` finds no placement that fits, all states are in their slowest tier, and `shortfall` has the missing bytes.
     """
     config = inputs.config
-    slowest = inputs.all_in(TIERS_OF[config.offload_params][-1], TIERS_OF[config.offload_optimizer][-1])
+    slowest = inputs.uniform_placement(TIERS_OF[config.offload_params][-1], TIERS_OF[config.offload_optimizer][-1])
     return Plan(inputs, (solve(inputs) if config.is_auto else None) or slowest)
 
 
@@ -174,7 +174,7 @@ def _where(what: str, numel: Mapping[Tier, int], asked: str, setting: str) -> st
     return f"{what}: {places}, as {setting}={asked!r} {'chooses' if asked == 'auto' else 'says'}"
 
 
-class Drafter:
+class LayoutBuilder:
     """Turns a model's parameters into specs by unit, once: a layout never changes."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """The report of an engine: memory, traffic and waits per rank, predicted, measured, and under plain data parallel.
 
-Tiers, kinds and roads are strings here: `device`, `host`, `disk`; those of `costs.KINDS` and `work.ROADS`.
+Tiers, kinds and roads are strings here: `device`, `host`, `disk`; those of `costs.KINDS` and `traffic.CHANNELS`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tier_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class RoadRow:
+class ChannelRow:
     """Traffic and waits of one channel: a collective, the link, the disk, or the thread of the optimizer."""
 
     road: str
@@ -105,7 +105,7 @@ class Report:
     traffic: Mapping[str, Mapping[str, int]]
     tiers: tuple[TierRow, ...] = ()
     """Each kind in each tier with a predicted or measured value."""
-    roads: tuple[RoadRow, ...] = ()
+    roads: tuple[ChannelRow, ...] = ()
     steps: int = 0
     """Steps recorded."""
     step_s: float | None = None

@@ -16,19 +16,19 @@ from typing import Any
 
 from ..core.layout import UnitLayout, itemsize
 from ..tiers.tier import Tier
+from .activations import Batch, activation_bytes, activation_traffic, attention_exchange
 from .costs import TIERS, Memory, Placement, Setup, state_bytes, stays
 from .network import Network
-from .outline import Batch, activation_bytes, exchange, offload_work
 from .peaks import memory_of
-from .work import (
+from .traffic import (
     PASSES,
     SEQUENCE,
     Collective,
+    bytes_by_channel,
     compute_flops,
     seconds,
     step_seconds,
-    traffic_of,
-    work_in_total,
+    total_traffic,
 )
 
 TIERS_OF = {"none": (Tier.DEVICE,), "cpu": (Tier.HOST,), "disk": (Tier.DISK,), "auto": TIERS}
@@ -42,17 +42,22 @@ NOMINAL = {
     "collective": 1e10,
 }
 """Speeds that order the choices if none are known."""
-TIE = 1e-3
+TIE_WEIGHT = 1e-3
 """Weight of the sum of all parts, added to the time: of equally fast placements the one with less traffic wins."""
 ATTEMPTS = 4
 """Attempts to leave enough memory free for ranks that own more than the mean."""
-LIMITED = {"device": (Tier.DEVICE,), "host": (Tier.HOST,), "disk": (Tier.DISK,), "together": (Tier.DEVICE, Tier.HOST)}
+TIERS_OF_LIMIT = {
+    "device": (Tier.DEVICE,),
+    "host": (Tier.HOST,),
+    "disk": (Tier.DISK,),
+    "together": (Tier.DEVICE, Tier.HOST),
+}
 """The tiers that each limit counts. `together` limits device and host memory as one."""
 
 
 def excess(budgets: Mapping[str, int], memory: Memory) -> dict[str, int]:
     """Return the bytes by which `memory` exceeds each limit."""
-    over = {name: sum(map(memory.at_peak, LIMITED[name])) - limit for name, limit in budgets.items()}
+    over = {name: sum(map(memory.at_peak, TIERS_OF_LIMIT[name])) - limit for name, limit in budgets.items()}
     return {name: value for name, value in over.items() if value > 0}
 
 
@@ -70,14 +75,14 @@ class PlanInputs(Setup):
 
     @property
     def budgets(self) -> dict[str, int]:
-        """The memory limits of the settings, else of the machine, by names of `LIMITED`. No limit: no entry."""
+        """The memory limits of the settings, else of the machine, by names of `TIERS_OF_LIMIT`. No limit: no entry."""
         device, host, machine = self.config.device_memory, self.config.host_memory, self.machine
         if machine.shares_memory and None in (device, host):
             found = device, host, machine.disk_free, machine.host_memory
         else:
             device = machine.device_memory if device is None else device
             found = device, machine.host_memory if host is None else host, machine.disk_free, None
-        return {name: int(limit) for name, limit in zip(LIMITED, found) if limit is not None}
+        return {name: int(limit) for name, limit in zip(TIERS_OF_LIMIT, found) if limit is not None}
 
     @property
     def activations(self) -> tuple[int, int, int]:
@@ -105,7 +110,7 @@ class PlanInputs(Setup):
             numel[span.spec.compute_dtype] = numel.get(span.spec.compute_dtype, 0) + span.used_numel
         return max(numel, key=lambda dtype: numel[dtype], default="float32")
 
-    def all_in(self, parameters: Tier, optimizer: Tier) -> tuple[Placement, ...]:
+    def uniform_placement(self, parameters: Tier, optimizer: Tier) -> tuple[Placement, ...]:
         """Place all parameters in one tier and all optimizer state in another."""
         return tuple(Placement.of(span, parameters, optimizer) for span in self.layout.spans)
 
@@ -142,15 +147,15 @@ class PlanInputs(Setup):
         exchanges: list[Collective] = []
         if batch is not None:
             size = itemsize(self._compute_dtype)
-            moved = offload_work(batch, self.config, size, self.precision.autocast_dtype is not None, self.is_cpu)
-            count, nbytes = exchange(batch, self.config, size)
+            moved = activation_traffic(batch, self.config, size, self.precision.autocast_dtype is not None, self.is_cpu)
+            count, nbytes = attention_exchange(batch, self.config, size)
             exchanges += [Collective(SEQUENCE, PASSES, micros * count, nbytes, self.config.sp_size)] if count else []
-        collectives, work = work_in_total(placements, self._keeping(placements), exchanges)
-        for road, nbytes in moved.items():
-            work[PASSES, road] = work.get((PASSES, road), 0) + micros * nbytes
+        collectives, traffic = total_traffic(placements, self._keeping(placements), exchanges)
+        for channel, nbytes in moved.items():
+            traffic[PASSES, channel] = traffic.get((PASSES, channel), 0) + micros * nbytes
         network = self.network or Network(self.world_size)
-        parts = seconds(work, self.machine, self.compute_s, network.seconds(collectives, self.machine))
-        return Step(traffic_of(work, collectives), tuple(collectives), parts, step_seconds(parts, self))
+        parts = seconds(traffic, self.machine, self.compute_s, network.seconds(collectives, self.machine))
+        return Step(bytes_by_channel(traffic, collectives), tuple(collectives), parts, step_seconds(parts, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +163,8 @@ class Step:
     """The cost of a step.
 
     Attributes:
-        traffic: bytes per rank, by road.
-        parts: seconds of each part by itself, by phase and road; None if its speed is not known.
+        traffic: bytes per rank, by channel.
+        parts: seconds of each part by itself, by phase and channel; None if its speed is not known.
         seconds: of the whole step; None if a part is not known.
     """
 
@@ -185,7 +190,9 @@ class _Filler:
     def __init__(self, inputs: PlanInputs) -> None:
         rates: dict[str, Any] = {name: getattr(inputs.machine, name) or rate for name, rate in NOMINAL.items()}
         self._budgets, self._layout = inputs.budgets, inputs.layout
-        self._inputs = replace(inputs, layout=inputs.layout.evened(), machine=replace(inputs.machine, **rates))
+        self._inputs = replace(
+            inputs, layout=inputs.layout.for_average_rank(), machine=replace(inputs.machine, **rates)
+        )
         self._tiers = TIERS_OF[inputs.config.offload_params], TIERS_OF[inputs.config.offload_optimizer]
         pairs = [*product(*self._tiers)]
         self._bytes = [{pair: self._bytes_of(unit, pair) for pair in pairs} for unit in self._inputs.layout.units]
@@ -201,7 +208,7 @@ class _Filler:
     def solutions(self) -> Iterator[tuple[Placement, ...]]:
         """Yield placements that fit: from every pair of tiers, with optimizer state or parameters first."""
         for start in product(*self._tiers):
-            begin = self._inputs.memory(self._inputs.all_in(*start))
+            begin = self._inputs.memory(self._inputs.uniform_placement(*start))
             used = {tier: begin.at_peak(tier) for tier in TIERS}
             for order in ((1, 0), (0, 1)):
                 moves = [(which, tier) for tier in TIERS[:-1] for which in order if tier in self._tiers[which]]
@@ -215,7 +222,7 @@ class _Filler:
         """Start in two tiers and move units up as far as budgets allow; None if that does not fit."""
         spare: dict[str, int] = {}
         for _ in range(ATTEMPTS):
-            limits = [(LIMITED[name], limit - spare.get(name, 0)) for name, limit in self._budgets.items()]
+            limits = [(TIERS_OF_LIMIT[name], limit - spare.get(name, 0)) for name, limit in self._budgets.items()]
             pairs = self._moved_up(start, moves, used, limits)
             units = zip(self._inputs.layout.units, pairs)
             placements = tuple(Placement.of(span, *pair) for unit, pair in units for span in unit.spans)
@@ -253,13 +260,13 @@ class _Filler:
         """Return the seconds of a step, and a small share of the sum of its parts."""
         parts = {key: value or 0.0 for key, value in self._inputs.step(placements).parts.items()}
         whole = step_seconds(parts, self._inputs) or 0.0
-        return whole + TIE * sum(parts.values())
+        return whole + TIE_WEIGHT * sum(parts.values())
 
     def _excess(self, placements: Sequence[Placement]) -> dict[str, int]:
         """Return the bytes by which any rank exceeds each limit."""
         over = excess(self._budgets, self._inputs.memory(placements))
         for rank in range(self._layout.shards) if self._layout.imbalance() else ():
-            seen = replace(self._inputs, layout=self._layout.seen_from(rank))
+            seen = replace(self._inputs, layout=self._layout.for_rank(rank))
             for name, value in excess(self._budgets, seen.memory(placements)).items():
                 over[name] = max(value, over.get(name, 0))
         return over

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.instance import Attributes, replaced
+from ..core.patching import Attributes, patched
 from ..errors import ConfigError
-from .exchange import SequenceGroup, exchange
+from .all_to_all import SequenceGroup, all_to_all
 from .parts import Part
 
 _LAYERS = {"full_attention", "sliding_attention", "dense", "sparse"}
@@ -153,7 +153,7 @@ class SequenceAttention:
         if not isinstance(mask, SequenceMask):
             if self.active is not None:
                 _refuse(f"{type(module).__name__} with a mask of type {type(mask).__name__}", "attention of its own")
-            with replaced(_shown_in(module, chosen)):
+            with patched(_shown_in(module, chosen)):
                 return function(module, query, key, value, mask, *args, **kwargs)
         part, size = mask.part, self.group.size
         self.calls += 1
@@ -162,15 +162,15 @@ class SequenceAttention:
         repeats = next(n for n in range(1, heads // pairs + 1) if heads % (pairs * n) == 0 and pairs * n % size == 0)
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
-        query, key, value = exchange(self.group, 1, 2, query, key, value)
+        query, key, value = all_to_all(self.group, 1, 2, query, key, value)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = part.position_ids
         sinks = _own_sinks(module, self.group)
         if "s_aux" in kwargs:
             kwargs["s_aux"] = sinks
-        with replaced(_shown_in(module, chosen, heads // (pairs * repeats), sinks)):
+        with patched(_shown_in(module, chosen, heads // (pairs * repeats), sinks)):
             out, _ = function(module, query, key, value, mask.mask, **kwargs)
-        return exchange(self.group, 1, 2, out)[0], None
+        return all_to_all(self.group, 1, 2, out)[0], None
 
 
 def _apart(mask_function: Callable[..., Any], position_ids: Tensor, packed: Tensor) -> Callable[..., Any]:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ZeroConfig
-from ..core.instance import Attributes, replaced
+from ..core.patching import Attributes, patched
 from ..engine.engine import Engine
 from ..engine.graph import backward_id, calls_of
 from ..engine.observer import Observer
 from ..errors import ConfigError, RankMismatchError, StateError, ZeroError
 from ..tiers.fingerprint import fingerprint
+from .all_to_all import SequenceGroup
 from .attention import SequenceAttention, check_model
-from .exchange import SequenceGroup
 from .parts import IGNORED, Part, divide, part_of, share_of
 
 PROBED_TOKENS = 4
@@ -259,7 +259,7 @@ class SequenceParallel(Observer):
         shown: Attributes = [(module, "training", False) for module in model.modules()]
         # With a cache, transformers does not look for packed rows.
         shown += [(config, "use_cache", False) for config in self._configs if getattr(config, "use_cache", False)]
-        with replaced(shown):
+        with patched(shown):
             whole = model(**head)
             try:
                 mine = model(**self.local(head))

@@ -2,7 +2,7 @@
 
 * `OnDisk`: a view of an array, sliced like a tensor. It views a `Source`:
 * `DiskArray`: an array in this rank's own file.
-* `FileSource`, `FilePieces`: read-only arrays in a model's own files.
+* `FileSource`, `JoinedSource`: read-only arrays in a model's own files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.inflight import Inflight, Timed, together
+from ..comm.inflight import Inflight, TimedWait, join_transfers
 from ..errors import StateError, TierError, ZeroError
 from .disk import Disk, Region, bytes_of, inflight, move, submit
 from .host import Bytes, pages
@@ -220,7 +220,7 @@ class DiskArray:
         self._region = self._take() if base is None else None
 
     def _take(self) -> Region:
-        return self._disk.take(self.numel * self.dtype.itemsize)
+        return self._disk.allocate(self.numel * self.dtype.itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -242,7 +242,7 @@ class DiskArray:
         self.base = None
         region, self._region = self._region, None
         if region is not None:
-            self._disk.give_back(region)
+            self._disk.free(region)
 
     def _leave_base(self) -> None:
         """Copy the base's values here. If they cannot be read, or the disk is full, the base remains."""
@@ -343,7 +343,7 @@ class FileSource:
         raise StateError(f"{self.path}: frozen values in a model's own file cannot be written")
 
 
-class FilePieces:
+class JoinedSource:
     """`numel` elements joined from other arrays, read-only: parameters in a model's own files. Gaps are zeros.
 
     Args:
@@ -372,7 +372,7 @@ class FilePieces:
                 self._meter.moved("read", (high - low) * self.dtype.itemsize)
                 done = high
         values[done - start :].zero_()
-        return Inflight((Timed(together(transfers).close, self._meter, "read"),))
+        return Inflight((TimedWait(join_transfers(transfers).close, self._meter, "read"),))
 
     def write(self, start: int, values: Tensor) -> Inflight:
         raise StateError("frozen values in a model's own files cannot be written")

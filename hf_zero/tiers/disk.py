@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from torch import Tensor
 
-from ..comm.inflight import Call, Inflight, Timed
+from ..comm.inflight import Call, Inflight, TimedWait
 from ..errors import ConfigError, StateError, TierError
 from .host import Bytes, pages
 from .tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter, padded
@@ -112,7 +112,7 @@ def inflight(jobs: Sequence[Call], meter: Meter, kind: str) -> Inflight:
             if job.error is not None:
                 raise job.error
 
-    return Inflight((Timed(wait, meter, kind),), ready=lambda: all(job.ended.is_set for job in jobs))
+    return Inflight((TimedWait(wait, meter, kind),), ready=lambda: all(job.ended.is_set for job in jobs))
 
 
 _ADVICE = {
@@ -260,7 +260,7 @@ class Disk:
         self._free: list[Region] = []  # ordered by offset, no two adjacent, none at the end
         self._lock = threading.Lock()
         self._edges = threading.Lock()
-        self.direct = self._takes_direct()
+        self.direct = self._supports_direct_io()
 
     @property
     def nbytes(self) -> int:
@@ -287,7 +287,7 @@ class Disk:
 
     # Space ------------------------------------------------------------------------------------------------------------
 
-    def take(self, nbytes: int) -> Region:
+    def allocate(self, nbytes: int) -> Region:
         """Allocate a region of at least `nbytes`. Its content is undefined.
 
         Raises:
@@ -320,8 +320,8 @@ class Disk:
             ) from error
         self._end += nbytes
 
-    def give_back(self, region: Region) -> None:
-        """Return a region for reuse by `take`. Shrinks the file at its end. No transfer of the region may be under way."""
+    def free(self, region: Region) -> None:
+        """Return a region for reuse by `allocate`. Shrinks the file at its end. No transfer of the region may be under way."""
         if not region.nbytes or self._file is None:
             return
         with self._lock:
@@ -377,13 +377,13 @@ class Disk:
             if body:
                 jobs.append(submit(partial(self._piece, file, kind, piece[:body], offset + start)))
             if body < len(piece):
-                jobs.append(submit(partial(self._uneven, file, kind, piece[body:], offset + start + body)))
+                jobs.append(submit(partial(self._unaligned, file, kind, piece[body:], offset + start + body)))
         return inflight(jobs, self.meter, kind)
 
     def _piece(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
         move(kind, file.number, array, offset, ALIGN_BYTES if self.direct else 1, self.where)
 
-    def _uneven(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
+    def _unaligned(self, file: _Descriptor, kind: str, array: Bytes, offset: int) -> None:
         """Move bytes through an aligned buffer that covers them: O_DIRECT moves whole blocks.
 
         A second descriptor without O_DIRECT would be simpler, but the page cache works in larger units: its late write could
@@ -409,11 +409,11 @@ class Disk:
             raise StateError(f"{self.where}: the file is closed")
         return self._file
 
-    def _takes_direct(self) -> bool:
+    def _supports_direct_io(self) -> bool:
         """Try an aligned write and read with O_DIRECT. If both succeed, the file stays in that mode."""
         fd = self.fileno()
         mode = fcntl.fcntl(fd, fcntl.F_GETFL)
-        region = self.take(ALIGN_BYTES)
+        region = self.allocate(ALIGN_BYTES)
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, mode | os.O_DIRECT)
             written, back = pages(ALIGN_BYTES), pages(ALIGN_BYTES)
@@ -424,7 +424,7 @@ class Disk:
         except OSError:
             pass
         finally:
-            self.give_back(region)
+            self.free(region)
         fcntl.fcntl(fd, fcntl.F_SETFL, mode)
         return False
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.inflight import DONE, Inflight, Timed
+from ..comm.inflight import DONE, Inflight, TimedWait
 from ..errors import StateError, TierError
 from .tier import Meter
 
@@ -41,18 +41,18 @@ _thresholds = _GLIBC
 _lock = threading.Lock()
 
 
-def free_at_once() -> None:
+def return_freed_memory() -> None:
     """Return freed host memory of 1 MiB or more to the system at once. For this process, from now on.
 
     For models that are mostly on disk: in malloc's heap every full parameter, and every gradient in training, would leave a
     hole that the next one does not fit. The heap would grow to the size of the data on disk.
     """
-    _set_thresholds(_AT_ONCE)  # a process may have called `keep_freed` before
+    _set_thresholds(_AT_ONCE)  # a process may have called `keep_freed_memory` before
 
 
 @contextlib.contextmanager
-def freeing_at_once() -> Iterator[None]:
-    """Do as `free_at_once` inside the block: memory that stays is not allocated between holes of malloc's heap."""
+def returning_freed_memory() -> Iterator[None]:
+    """Do as `return_freed_memory` inside the block: memory that stays is not allocated between holes of malloc's heap."""
     before = _thresholds
     if not _is_chosen():
         _set_thresholds(_AT_ONCE)
@@ -81,7 +81,7 @@ def _is_chosen() -> bool:
     )
 
 
-def keep_freed() -> None:
+def keep_freed_memory() -> None:
     """Keep freed host memory below 1 GiB mapped, for the next allocation. For this process, from now on.
 
     For ranks that compute on CPUs: gradients and buckets are temporary, and filling newly mapped memory takes seven times as
@@ -132,20 +132,20 @@ class Link:
     """Copies between host memory and `device`. On a CPU device both are host memory, and copies are made at once.
 
     Attributes:
-        is_one_memory: computations can use values in host memory directly.
+        shares_memory: computations can use values in host memory directly.
     """
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.device = device
         self.meter = meter
         self.page_locked_bytes = 0
-        self.is_one_memory = device.type == "cpu"
+        self.shares_memory = device.type == "cpu"
         self._locks_pages = device.type == "cuda"
         self._lock = threading.Lock()
         if device.type == "cuda":
             self._down, self._up, self._work = (torch.cuda.Stream(device) for _ in range(3))
 
-    def empty(self, numel: int, dtype: torch.dtype, travels: bool = True) -> Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, pin: bool = True) -> Tensor:
         """Return host memory, 1-D, of exactly this size, page-aligned; page-locked for CUDA, so that copies are asynchronous.
 
         torch's allocator of page-locked memory rounds up to powers of two and keeps freed memory.
@@ -153,10 +153,10 @@ class Link:
         Args:
             numel: number of elements.
             dtype: of the elements.
-            travels: the memory is copied to or from the device.
+            pin: the memory is copied to or from the device.
         """
         memory = pages(numel * dtype.itemsize)
-        if travels and self._locks_pages and memory.nbytes:
+        if pin and self._locks_pages and memory.nbytes:
             self.lock_pages(memory)
         return torch.from_numpy(memory).view(dtype)
 
@@ -200,10 +200,10 @@ class Link:
         self._work.synchronize()
 
     def mark(self) -> Any:
-        """Record an event in the current stream, for `up(after=)` from another thread; None on a CPU device."""
+        """Record an event in the current stream, for `copy_to_device(after=)` from another thread; None on a CPU device."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-    def down(self, source: Tensor, target: Tensor) -> Inflight:
+    def copy_to_host(self, source: Tensor, target: Tensor) -> Inflight:
         """Copy `source` (device) to `target` (host) after the current stream's work. Waiting blocks the host.
 
         The memory of `source` may be freed at once: it is reused only after it has been read.
@@ -217,9 +217,9 @@ class Link:
             return DONE
         event = self._copy(self._down, source, target, None)
         source.record_stream(self._down)
-        return Inflight((Timed(event.synchronize, self.meter, "down", target),), ready=event.query)
+        return Inflight((TimedWait(event.synchronize, self.meter, "down", target),), ready=event.query)
 
-    def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
+    def copy_to_device(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
         """Copy `source` (host) to `target` (device) after `after`, else after the current stream's work.
 
         Waiting blocks the current stream only. Closing blocks the host until `source` may be written again. The memory of
@@ -235,9 +235,9 @@ class Link:
             return DONE
         event = self._copy(self._up, source, target, after)
         arrived = _OnStream(event, self.device)
-        return Inflight((arrived,), (Timed(event.synchronize, self.meter, "up", source),), ready=event.query)
+        return Inflight((arrived,), (TimedWait(event.synchronize, self.meter, "up", source),), ready=event.query)
 
-    def hold_for_down(self) -> None:
+    def wait_for_copies_to_host(self) -> None:
         """Let the current stream wait for all copies to the host so far: their sources may be written or freed after it."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_stream(self._down)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hf_zero import CheckpointError, verify
-from hf_zero.checkpoint.files import MAX_JSON_BYTES, open_plain, read_json
+from hf_zero.checkpoint.files import MAX_JSON_BYTES, open_regular, read_json
 from hf_zero.checkpoint.manifest import MANIFEST, FileDigest, Manifest, digest_of
 from hf_zero.checkpoint.safetensors import build_header, read_header
 from hf_zero.core.layout import itemsize
@@ -288,4 +288,4 @@ def test_a_device_is_not_opened():
     for path in ("/dev/zero", "/dev/tty", "/proc/self"):
         if os.path.exists(path):
             with pytest.raises(CheckpointError, match="expected a plain file"):
-                open_plain(path)
+                open_regular(path)

@@ -18,7 +18,7 @@ from transformers import GPT2LMHeadModel, TrainingArguments
 
 import hf_zero as zero
 from hf_zero.cli import main as cli
-from hf_zero.plan.machine import kept as measured_file
+from hf_zero.plan.machine import measurements_path as measured_file
 from tests.cli.test_hostile_input import refused
 from tests.kit.common import gpt2
 

@@ -409,6 +409,6 @@ def test_the_documentation_says_what_the_command_says() -> None:
         if verdict is not None:
             assert found[0].verdict == verdict, key
         elif found and found[0].verdict == "same":
-            assert all(name in said for name in found[0].into.split(", ")), key
+            assert all(name in said for name in found[0].target.split(", ")), key
         checked += bool(found)
     assert checked > 25

@@ -17,7 +17,7 @@ import hf_zero as zero
 from hf_zero.cli import report as cli_report
 from hf_zero.cli.main import main
 from hf_zero.cli.report_page import charts_of
-from hf_zero.plan.report import RoadRow, TierRow, end, start
+from hf_zero.plan.report import ChannelRow, TierRow, end, start
 from tests.cli.test_hostile_input import refused
 from tests.kit.common import batch, gpt2, optimizer_for
 
@@ -139,9 +139,9 @@ def test_lines_before_and_after_training(recorded: tuple[Path, zero.Report]) -> 
     """By hand: what fits, what was taken against the plan, what was waited for."""
     mib = 1 << 20
     roads = (
-        RoadRow("gather", mib, None, 0.1),
-        RoadRow("reduce", 2 * mib, None, 0.3),
-        RoadRow("up", 4 * mib, None, 0.0),
+        ChannelRow("gather", mib, None, 0.1),
+        ChannelRow("reduce", 2 * mib, None, 0.3),
+        ChannelRow("up", 4 * mib, None, 0.0),
     )
     row = TierRow("device", "all", 0, 0, 100 * mib, 150 * mib)
     report = dataclasses.replace(recorded[1], tiers=(row,), roads=roads, step_s=2.0, predicted_step_s=0.25)

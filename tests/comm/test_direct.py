@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import hf_zero as zero
-from hf_zero.comm.direct import Direct, Reader, open_direct
-from hf_zero.comm.group_wire import PairWire
+from hf_zero.comm.direct import DirectTransfers, Reader, open_direct
+from hf_zero.comm.group_wire import P2PWire
 from tests.kit.common import gpt2, loss_of, optimizer_for
 from tests.kit.pool import RankFailure, RankPool
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
 
 
-def started(kind: type[PairWire] = PairWire, stall_s: float = 30.0) -> PairWire:
+def started(kind: type[P2PWire] = P2PWire, stall_s: float = 30.0) -> P2PWire:
     wire = kind(CPU)
     wire.start(stall_s)
     return wire
@@ -38,7 +38,7 @@ def until(path: Path) -> None:
         time.sleep(0.001)
 
 
-class Held(Direct):
+class Held(DirectTransfers):
     """Rank 0's thread stops between looking for message 1 and looking for message 2, of which it knows, until both are sent."""
 
     place: Path
@@ -58,7 +58,7 @@ def both_at_once(rank: int, world: int, place: Path) -> None:
     wire = started(stall_s=3.0)
     opened = open_direct(wire, lambda: Reader(wire))
     assert opened is not None
-    direct = Held(wire, opened.board, opened.peers, opened.reader)
+    direct = Held(wire, opened.mailbox, opened.peers, opened.reader)
     direct.place = place
     full = [torch.full((200,), float(number)) for number in range(2)]
     own = [whole[100 * rank : 100 * rank + 100].clone() for whole in full]
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_noticed(tmp_path, seconds):
         pool.stop()
 
 
-class Elsewhere(PairWire):
+class Elsewhere(P2PWire):
     """Rank 1's machine has another name."""
 
     def exchange(self, value: Any) -> list[Any]:
@@ -178,7 +178,7 @@ def test_what_nobody_waits_for_is_given_up(two):
 
 
 def let_go(rank: int, world: int) -> None:
-    """Rank 1 lets go of its process group, and lives: its board is no longer answered, nor given to anybody else."""
+    """Rank 1 lets go of its process group, and lives: its mailbox is no longer answered, nor given to anybody else."""
     wire = started()
     if rank == 1:
         del wire

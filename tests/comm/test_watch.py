@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.comm.watch import SLOW
+from hf_zero.comm.watch import SLOW_FACTOR
 from tests.kit.common import batch, gpt2, optimizer_for
 from tests.kit.pool import RankPool
 
@@ -316,7 +316,7 @@ def late(rank: int, world: int, case: str) -> tuple[str, str]:
     side = None
     if case == "behind":
         model = gpt2()
-        side = zero.shard(model, None, zero.ZeroConfig(stage=3, stall_s=0.3)).saves.side_wire()
+        side = zero.shard(model, None, zero.ZeroConfig(stage=3, stall_s=0.3)).saves.background_wire()
     if rank == 0:
         with contextlib.redirect_stderr(said):
             try:
@@ -329,7 +329,7 @@ def late(rank: int, world: int, case: str) -> tuple[str, str]:
             except zero.StallError as stalled:
                 error = str(stalled)
     else:
-        time.sleep(SLOW * 0.3 + 5)
+        time.sleep(SLOW_FACTOR * 0.3 + 5)
     return error, said.getvalue()
 
 

@@ -59,10 +59,10 @@ class HostArray:
     memory: Tensor | None
 
     def write(self, start: int, values: Tensor) -> Inflight:
-        return self.tier.link.down(values, self.part(start, values))
+        return self.tier.link.copy_to_host(values, self.part(start, values))
 
     def read(self, start: int, values: Tensor) -> Inflight:
-        return self.tier.link.up(self.part(start, values), values)
+        return self.tier.link.copy_to_device(self.part(start, values), values)
 
     def part(self, start: int, values: Tensor) -> Tensor:
         assert self.memory is not None

@@ -9,14 +9,14 @@ from hf_zero.comm.group_wire import PIECE_BYTES
 from hf_zero.comm.hybrid import in_replicas
 from tests.conformance.wire import check_wire
 from tests.kit.pool import RankPool
-from tests.kit.transports import CollectiveWire, PairWire, Sockets, Wire, open_wire
+from tests.kit.transports import CollectiveWire, P2PWire, Sockets, Wire, open_wire
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
-KINDS = {"direct": PairWire, "sockets": Sockets, "collectives": CollectiveWire}
+KINDS = {"direct": P2PWire, "sockets": Sockets, "collectives": CollectiveWire}
 
 
-def started(kind: type[PairWire | CollectiveWire]) -> PairWire | CollectiveWire:
+def started(kind: type[P2PWire | CollectiveWire]) -> P2PWire | CollectiveWire:
     open_wire(CPU)
     wire = kind(CPU)
     wire.start(30.0)
@@ -26,7 +26,7 @@ def started(kind: type[PairWire | CollectiveWire]) -> PairWire | CollectiveWire:
 def whole(rank: int, world: int, kind: str) -> None:
     wire = started(KINDS[kind])
     if kind == "direct":
-        reads = isinstance(wire, PairWire) and wire.direct is not None
+        reads = isinstance(wire, P2PWire) and wire.direct is not None
         assert reads, "this machine lets no process read another's memory: nothing was tested"
     check_wire(wire, exact=kind != "collectives")
 
@@ -36,7 +36,7 @@ def parts(rank: int, world: int, kind: str) -> None:
     wire = started(KINDS[kind])
     wire.open_groups()
     ranks = [*range(world)]
-    part = wire.among([ranks[at : at + 2] for at in ranks[::2]])
+    part = wire.subgroup([ranks[at : at + 2] for at in ranks[::2]])
     # These are of all ranks, whichever wire is asked.
     check_wire(part, kind != "collectives", but=("averages", "small_exchanges", "beside"))
     for replicas in (2, 4):

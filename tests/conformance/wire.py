@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm.agree import on_all_ranks
+from hf_zero.comm.agreement import on_all_ranks
 from hf_zero.comm.codec import CODECS
 from hf_zero.comm.wire import Wire, average_in_order
 
@@ -135,7 +135,9 @@ def several_in_flight(wire: Wire, exact: bool) -> None:
                 full = own
             moves = [wire.gather(full, own, tag), wire.reduce(source, out, tag)]
             begun.append((number, full, own, source, out, moves))
-        order = begun if turn % 2 or not wire.ends_alone or not exact else begun[::-1] if wire.rank % 2 else begun
+        order = (
+            begun if turn % 2 or not wire.waits_in_any_order or not exact else begun[::-1] if wire.rank % 2 else begun
+        )
         for _, _, own, source, _, moves in order:
             for move in moves:
                 move.wait()
@@ -214,12 +216,12 @@ def small_exchanges(wire: Wire, exact: bool) -> None:
     told = {"rank": wire.rank, "text": "ü" * wire.rank, "none": None}
     assert wire.exchange(told) == [{**told, "rank": r, "text": "ü" * r} for r in range(wire.size)]
     wire.barrier()
-    assert wire.ranks_here() == wire.size
+    assert wire.local_world_size() == wire.size
 
 
 def beside(wire: Wire, exact: bool) -> None:
     """A wire for another thread, used at the same time."""
-    other, found, late = wire.side(), list[Any](), threading.Event()
+    other, found, late = wire.background_wire(), list[Any](), threading.Event()
 
     def work() -> None:
         for turn in range(5):
@@ -292,8 +294,8 @@ def agrees(wire: Wire, exact: bool) -> None:
             with pytest.raises(zero.RankMismatchError, match="^working was ended by one rank.*Make the same calls"):
                 ends_what_others_are_in(wire, is_plain)
     with on_all_ranks(wire, "working") as report:
-        report.mine = wire.rank
-    assert report.everyone == [*range(wire.size)]
+        report.local = wire.rank
+    assert report.by_rank == [*range(wire.size)]
 
 
 def counts(wire: Wire, exact: bool) -> None:

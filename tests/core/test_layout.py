@@ -138,7 +138,7 @@ def test_parameters_with_one_owner(shapes, shards, every):
             assert [part.numel for part in span.overlaps(rank)] == [
                 slot.spec.numel for slot in span.slots if span.owner(slot) == rank and slot.spec.numel
             ]
-            seen = next(s for s in layout.seen_from(rank).spans if s.index == span.index)
+            seen = next(s for s in layout.for_rank(rank).spans if s.index == span.index)
             assert seen.slice_numel == high - low == sum(part.numel for part in span.overlaps(rank))
     costs = [slot.spec.step_cost for span in layout.spans for slot in span.slots if span.cuts and slot.spec.numel]
     assert sum(loads) == sum(costs)

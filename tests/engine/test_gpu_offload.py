@@ -76,15 +76,15 @@ def train(case: Case, folder: str, roads: Roads | None = None) -> list[Any]:
 class InOrder(Link):
     """Every copy is over before anything else happens."""
 
-    def down(self, *args: Any) -> Inflight:
+    def copy_to_host(self, *args: Any) -> Inflight:
         torch.cuda.synchronize()
-        move = super().down(*args)
+        move = super().copy_to_host(*args)
         torch.cuda.synchronize()
         return move
 
-    def up(self, *args: Any, **options: Any) -> Inflight:
+    def copy_to_device(self, *args: Any, **options: Any) -> Inflight:
         torch.cuda.synchronize()
-        move = super().up(*args, **options)
+        move = super().copy_to_device(*args, **options)
         torch.cuda.synchronize()
         return move
 

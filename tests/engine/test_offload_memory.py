@@ -20,7 +20,7 @@ import torch
 import hf_zero as zero
 from tests.kit.common import Case, batch, gpt2, loss_of, nameless_files, optimizer_for
 from tests.kit.pool import on_ranks
-from tests.kit.transports import ROADS, SMALL, Inflight, PairWire, Roads
+from tests.kit.transports import ROADS, SMALL, Inflight, P2PWire, Roads
 from tests.models import WIDTH, Block, llama
 
 pytestmark = pytest.mark.gloo
@@ -94,7 +94,7 @@ def test_bytes_moved_in_a_step(rank: int, world: int, tmp_path: Path) -> list[st
     return wrong
 
 
-class CountingWire(PairWire):
+class CountingWire(P2PWire):
     """Counts how often each span is gathered."""
 
     def __init__(self, device: torch.device) -> None:

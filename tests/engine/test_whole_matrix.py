@@ -147,7 +147,7 @@ def test_auto_weighs_whole_parameters(rank: int, world: int, tmp_path: Path) -> 
             host_memory="64MiB",
         )
         engine, found = wide(rank, name, config, range(3))
-        tiers = [(p.parameters.value, p.home.value) for p in engine.plan.placements]
+        tiers = [(p.parameters.value, p.master_tier.value) for p in engine.plan.placements]
         assert all(other == tiers for other in engine.exchange(tiers))
         assert {home for _, home in tiers} != {"device"}, tiers
         assert engine.plan.memory.at_peak(Tier.DEVICE) <= budget

@@ -12,7 +12,7 @@ from hf_zero.comm.codec import CODECS
 from hf_zero.comm.hybrid import in_replicas
 from tests.kit.common import gpt2, optimizer_for, take_steps
 from tests.kit.pool import on_ranks
-from tests.kit.transports import CollectiveWire, PairWire, Sockets, Wire
+from tests.kit.transports import CollectiveWire, P2PWire, Sockets, Wire
 
 pytestmark = pytest.mark.gloo
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def reduced(rank: int, world: int, name: str, numel: int, missing: int, bad: flo
     for source in sources:
         source[source.numel() - missing :] = 0.0
     good = True
-    for kind in (PairWire, Sockets, CollectiveWire):
+    for kind in (P2PWire, Sockets, CollectiveWire):
         wire = kind(CPU)
         wire.start(30.0)
         wire.codec = CODECS[name]

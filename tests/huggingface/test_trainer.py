@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
-from hf_zero.huggingface.elastic import Batches, share_out
+from hf_zero.huggingface.elastic import Batches, split_rows
 from tests.kit.jobs.harness import Tokens, arguments, distance, gpt2
 
 
@@ -340,15 +340,15 @@ def test_model_card(tmp_path: Path) -> None:
     ],
 )
 def test_rows_are_shared_out_in_batches_that_fit(rows: int, ranks: int, most: int, expected: tuple[int, int]) -> None:
-    assert share_out(rows, ranks, most) == expected
+    assert split_rows(rows, ranks, most) == expected
     assert ranks * expected[0] * expected[1] == rows
 
 
 def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(zero.ConfigError, match=r"takes 32 rows, which 7 ranks cannot share evenly.*\(1, 2, 4, 8\)"):
-        share_out(32, 7, 4)
+        split_rows(32, 7, 4)
     with pytest.raises(zero.ConfigError, match="takes 4 rows, which 8 ranks"):
-        share_out(4, 8, 4)
+        split_rows(4, 8, 4)
 
 
 @pytest.mark.parametrize("found", [None, 3, {}, {"asked_rows": True}, {"asked_rows": "3"}, {"asked_rows": -1}])

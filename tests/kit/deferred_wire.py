@@ -30,7 +30,7 @@ from torch import Tensor
 import hf_zero as zero
 from tests.kit.transports import DONE, SMALL, CollectiveWire, Inflight, Link, Meter, Roads, Wire, open_wire
 
-LOCAL = {"post", "posted", "side", "send_to_rank_0"}
+LOCAL = {"post", "posted", "background_wire", "send_to_rank_0"}
 """What a wire offers that is no collective of its own group."""
 
 
@@ -279,8 +279,8 @@ class DeferredWire:
     def codec(self, codec: Any) -> None:
         self._wire.codec = codec
 
-    def among(self, groups: Sequence[Sequence[int]]) -> DeferredWire:
-        return DeferredWire(self._wire.among(groups), self._watch)  # type: ignore[attr-defined]
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> DeferredWire:
+        return DeferredWire(self._wire.subgroup(groups), self._watch)  # type: ignore[attr-defined]
 
     def gather(self, full: Tensor, own: Tensor, tag: int, cuts: Sequence[int] = ()) -> Inflight:
         self._watch.check()
@@ -337,14 +337,14 @@ class DeferredLink(Link):
 
     def __init__(self, device: torch.device, meter: Meter, watch: Watch) -> None:
         super().__init__(device, meter)
-        self.is_one_memory = watch.one_memory
+        self.shares_memory = watch.one_memory
         self._watch = watch
 
-    def down(self, source: Tensor, target: Tensor) -> Inflight:
-        return self._copy_later("down", source, target, super().down)
+    def copy_to_host(self, source: Tensor, target: Tensor) -> Inflight:
+        return self._copy_later("down", source, target, super().copy_to_host)
 
-    def up(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
-        return self._copy_later("up", source, target, super().up)
+    def copy_to_device(self, source: Tensor, target: Tensor, after: Any = None) -> Inflight:
+        return self._copy_later("up", source, target, super().copy_to_device)
 
     def _copy_later(self, kind: str, source: Tensor, target: Tensor, real: Callable[[Tensor, Tensor], Inflight]) -> Any:
         arriving = torch.empty_like(target)

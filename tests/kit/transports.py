@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm.group_wire import CollectiveWire, PairWire, open_wire
+from hf_zero.comm.group_wire import CollectiveWire, P2PWire, open_wire
 from hf_zero.comm.inflight import DONE, Inflight
 from hf_zero.comm.wire import Wire
 from hf_zero.core.units import LIMITS, Limits
 from hf_zero.tiers.host import Link
-from hf_zero.tiers.pool import Storage
+from hf_zero.tiers.storage import Storage
 from hf_zero.tiers.tier import SIZES, Meter, Sizes, Tier
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "Limits",
     "Link",
     "Meter",
-    "PairWire",
+    "P2PWire",
     "Roads",
     "Sizes",
     "Sockets",
@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Sockets(PairWire):
+class Sockets(P2PWire):
     """As between machines."""
 
     is_direct = False
@@ -78,7 +78,7 @@ class LinkApart(Link):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.is_one_memory = False
+        self.shares_memory = False
 
 
 SMALL = Sizes(block_numel=1536, loop_numel=512, slab_numel=2048)

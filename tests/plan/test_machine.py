@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import hf_zero as zero
-from hf_zero.plan.machine import Machine, free_host_bytes, group_bytes, here
+from hf_zero.plan.machine import Machine, free_host_bytes, free_memory, group_bytes
 
 CPU = torch.device("cpu")
 
 
 def test_what_is_free_is_shared_and_keeps_a_margin(tmp_path):
-    one, four = here(CPU, offload_dir=str(tmp_path)), here(CPU, ranks=4, offload_dir=str(tmp_path))
+    one, four = free_memory(CPU, offload_dir=str(tmp_path)), free_memory(CPU, ranks=4, offload_dir=str(tmp_path))
     assert one.shares_memory
     assert one.device_memory == one.host_memory
     assert 0.2 < 4 * four.host_memory / one.host_memory < 5  # others use the machine meanwhile
     assert four.disk_free == pytest.approx(one.disk_free / 4, rel=0.05)
     assert one.host_memory < free_host_bytes() * 1.2
     # A folder that will be made has the space of the one it will be in.
-    assert here(CPU, offload_dir=str(tmp_path / "a" / "b")).disk_free == pytest.approx(one.disk_free, rel=0.05)
+    assert free_memory(CPU, offload_dir=str(tmp_path / "a" / "b")).disk_free == pytest.approx(one.disk_free, rel=0.05)
 
 
 def test_control_groups_limit_what_is_free(tmp_path):
@@ -88,7 +88,7 @@ def test_a_plan_is_for_the_least_of_all_ranks():
         flops={"float32": 3.0, "bfloat16": 1.0},
     )
     b = Machine(device_memory=12, host_memory=8, disk_read=7.0, shares_memory=True, latency=2.0, flops={"float32": 2.0})
-    least = Machine.least([a, b])
+    least = Machine.minimum([a, b])
     assert least == Machine(
         device_memory=10, host_memory=8, disk_read=5.0, shares_memory=True, latency=2.0, flops={"float32": 2.0}
     )

@@ -17,21 +17,21 @@ from hf_zero import ZeroConfig
 from hf_zero.config import STAGES
 from hf_zero.core.layout import ALIGN_NUMEL, Layout, ParamSpec
 from hf_zero.core.precision import Precision
-from hf_zero.plan.costs import TIERS, Placement
-from hf_zero.plan.machine import Machine
-from hf_zero.plan.outline import (
+from hf_zero.plan.activations import (
     Batch,
     activation_bytes,
+    activation_traffic,
+    attention_exchange,
     chunk_tokens,
-    exchange,
     layer_bytes,
     logits_bytes,
-    offload_work,
 )
-from hf_zero.plan.plan import Drafter, Plan, plan
+from hf_zero.plan.costs import TIERS, Placement
+from hf_zero.plan.machine import Machine
+from hf_zero.plan.plan import LayoutBuilder, Plan, plan
 from hf_zero.plan.shapes import Architecture
 from hf_zero.plan.solve import PlanInputs
-from hf_zero.plan.work import compute_flops
+from hf_zero.plan.traffic import compute_flops
 from hf_zero.tiers.tier import SIZES, padded
 
 DEVICE, HOST, DISK = TIERS
@@ -40,8 +40,8 @@ FP32, BF16 = Precision.of("no", None), Precision.of("bf16", None)
 
 
 def layout_of(model: nn.Module, shards: int, precision: Precision) -> Layout:
-    drafter = Drafter(model, precision)
-    return drafter.layout(drafter.specs(dict.fromkeys(drafter.names, 0)), shards)
+    builder = LayoutBuilder(model, precision)
+    return builder.layout(builder.specs(dict.fromkeys(builder.names, 0)), shards)
 
 
 def blocks(count: int, numel: int, shards: int, compute: str = "float32", **changes) -> Layout:
@@ -198,9 +198,9 @@ def test_frozen_spans_have_no_state():
 
 
 def test_what_no_optimizer_has_needs_no_wider_master():
-    drafter = Drafter(nn.Linear(4, 4).bfloat16(), BF16)
-    for held, master in (({}, "bfloat16"), (dict.fromkeys(drafter.names, 0), "float32")):
-        assert {spec.master_dtype for unit in drafter.specs(held) for spec in unit} == {master}
+    builder = LayoutBuilder(nn.Linear(4, 4).bfloat16(), BF16)
+    for held, master in (({}, "bfloat16"), (dict.fromkeys(builder.names, 0), "float32")):
+        assert {spec.master_dtype for unit in builder.specs(held) for spec in unit} == {master}
 
 
 def test_every_offload_covers_every_element():
@@ -283,12 +283,12 @@ def test_batches_by_hand():
     shared, disk = ZeroConfig(sp_size=4), ZeroConfig(offload_activations="disk")
     assert Batch(2, 33).tokens(shared) == 2 * 9
     batch, again, one = (*(Batch(1, 16, each, sizes) for each in (False, True)), 16 * 64 * 2)
-    assert exchange(batch, shared, 2) == (2 * 2 * 8, 4 * (4 + 4) * 16 * 2 * 3 / 4)
-    assert exchange(again, shared, 2)[0] == 3 * 2 * 8
+    assert attention_exchange(batch, shared, 2) == (2 * 2 * 8, 4 * (4 + 4) * 16 * 2 * 3 / 4)
+    assert attention_exchange(again, shared, 2)[0] == 3 * 2 * 8
     assert activation_bytes(again, disk, 2, False)[1:] == (5 * one, 8 * padded(one))
     moved = {"down": 8 * one, "write": 8 * one, "read": 4 * one}
-    assert offload_work(again, disk, 2, False, True) == {**moved, "up": 4 * one}
-    assert offload_work(again, disk, 2, False, False) == {**moved, "up": 8 * one}
+    assert activation_traffic(again, disk, 2, False, True) == {**moved, "up": 4 * one}
+    assert activation_traffic(again, disk, 2, False, False) == {**moved, "up": 8 * one}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

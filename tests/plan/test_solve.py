@@ -15,12 +15,12 @@ import pytest
 import hf_zero as zero
 from hf_zero.core.layout import Layout, ParamSpec
 from hf_zero.core.precision import Precision
+from hf_zero.plan.activations import Batch
 from hf_zero.plan.costs import TIERS, Placement
 from hf_zero.plan.machine import Machine
-from hf_zero.plan.outline import Batch
 from hf_zero.plan.plan import plan
-from hf_zero.plan.solve import TIE, PlanInputs, excess, solve
-from hf_zero.plan.work import compute_flops
+from hf_zero.plan.solve import TIE_WEIGHT, PlanInputs, excess, solve
+from hf_zero.plan.traffic import compute_flops
 from hf_zero.tiers.tier import Tier
 
 NEAR = 1.5
@@ -66,7 +66,7 @@ def inputs_for(
 
 def every_placement(inputs: PlanInputs, tiers: tuple[Tier, ...] = TIERS):
     """All assignments of whole spans."""
-    pairs = [inputs.all_in(*pair) for pair in itertools.product(tiers, tiers)]
+    pairs = [inputs.uniform_placement(*pair) for pair in itertools.product(tiers, tiers)]
     return itertools.product(*(sorted(set(of), key=repr) for of in zip(*pairs)))
 
 
@@ -82,7 +82,7 @@ def has_room(inputs: PlanInputs, placements) -> bool:
 
 def most(inputs: PlanInputs, tier: Tier, *pair: Tier) -> int:
     """Bytes in `tier` with everything in these two."""
-    return inputs.memory(inputs.all_in(*pair)).at_peak(tier)
+    return inputs.memory(inputs.uniform_placement(*pair)).at_peak(tier)
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
@@ -107,8 +107,8 @@ def test_no_placement_of_whole_spans_is_faster(seed, shares, compute):
         return
     assert has_room(inputs, found)
     time, total = cost(inputs, found)
-    best = min(time + TIE * total for time, total in candidates)
-    assert time + TIE * total <= best * NEAR
+    best = min(time + TIE_WEIGHT * total for time, total in candidates)
+    assert time + TIE_WEIGHT * total <= best * NEAR
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -125,7 +125,7 @@ def test_spans_of_different_sizes(seed):
     tiers = (Tier.DEVICE, Tier.HOST)
     candidates = [cost(inputs, p) for p in every_placement(inputs, tiers) if has_room(inputs, p)]
     time, total = cost(inputs, found)
-    assert time + TIE * total <= min(t + TIE * s for t, s in candidates) * NEAR
+    assert time + TIE_WEIGHT * total <= min(t + TIE_WEIGHT * s for t, s in candidates) * NEAR
 
 
 def test_the_budget_is_used_to_the_last_unit():

@@ -15,7 +15,7 @@ import hf_zero as zero
 from hf_zero.core.units import LIMITS, Limits
 from hf_zero.diagnostics import usage
 from hf_zero.plan.costs import STATES, TIERS
-from hf_zero.plan.work import LINKS, ROADS
+from hf_zero.plan.traffic import CHANNELS, LINKS
 from tests.kit.common import VOCAB, batch, gpt2, is_on_the_bar, loss_of, optimizer_for
 from tests.kit.families import mixtral, vit
 from tests.kit.transports import Roads
@@ -47,7 +47,7 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
     recorder = engine.record()
     meter = engine.context.storage.meter
     for step in range(4):
-        before, moved_before = _across(engine), {road: meter[road].bytes for road in LINKS}
+        before, moved_before = _across(engine), {channel: meter[channel].bytes for channel in LINKS}
         backward(model, engine, rank, step, micros, defer=defer)
         now = usage.measure(engine)
         optimizer.step()
@@ -64,8 +64,8 @@ def train(rank: int, world: int, settings: dict[str, Any], micros: int) -> dict[
         "planned peak": {tier.value: dict(memory.peak[tier]) for tier in TIERS},
         "peak": recorder.peak,
         # The thread that steps may be behind the recorder: what it moves is counted when it is done.
-        "bytes": {**recorder.last["bytes"], **{road: meter[road].bytes - moved_before[road] for road in LINKS}},
-        "planned bytes": {road: traffic[road] for road in ROADS},
+        "bytes": {**recorder.last["bytes"], **{channel: meter[channel].bytes - moved_before[channel] for channel in LINKS}},
+        "planned bytes": {channel: traffic[channel] for channel in CHANNELS},
         "across": (_across(engine) - before, traffic["across"]),
         "highest": {tier.value: memory.at_peak(tier) for tier in TIERS},
         "unit": max(unit.gathered_bytes for unit in engine.layout.units),
@@ -130,8 +130,8 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
                 extra = found["scalars"][tier] if kind == "optimizer" else 0
                 assert found["now"][tier][kind] == kinds[kind] + extra, (tier, kind)
             assert found["now"][tier]["gathered"] == 0
-        for road, told in found["planned bytes"].items():
-            assert found["bytes"][road] == told, road
+        for channel, told in found["planned bytes"].items():
+            assert found["bytes"][channel] == told, channel
         assert found["across"][0] == found["across"][1]
         assert found["passes"] == micros
         for tier, kinds in found["peak"].items():
@@ -151,8 +151,8 @@ def test_measured_is_planned(pools, world: int, stage: int, settings: dict[str, 
                 found["highest"][tier] if kind == "all" else found["planned peak"][tier][kind]
             )
         roads = {row["road"]: row for row in found["report"]["roads"]}
-        sent = {road: moved for road, moved in found["bytes"].items() if moved and road not in LINKS}
-        assert all(roads[road]["measured_bytes"] == moved for road, moved in sent.items())
+        sent = {channel: moved for channel, moved in found["bytes"].items() if moved and channel not in LINKS}
+        assert all(roads[channel]["measured_bytes"] == moved for channel, moved in sent.items())
 
 
 def bytes_alive() -> int:

@@ -29,9 +29,9 @@ def listed(text: str) -> set[str]:
 
 
 def set_for_a_while() -> Iterator[str]:
-    """The second of (owner, name, value), as `huggingface.stock.replaced` takes them."""
+    """The second of (owner, name, value), as `huggingface.patches.replaced` takes them."""
     for module, tree in trees().items():
-        if module == "sequence.activations":
+        if module == "sequence.activation_offload":
             (table,) = (
                 node.value
                 for node in tree.body

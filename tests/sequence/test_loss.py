@@ -19,7 +19,7 @@ from tests.kit.pool import RankPool
 from tests.models import VOCAB, bert, generator, gpt2, ids, llama, t5
 from tests.sequence.models import batch, whole
 
-SMALL = partial(patch, "hf_zero.plan.outline._CHUNK_BYTES", 4 * VOCAB * 5)
+SMALL = partial(patch, "hf_zero.plan.activations._CHUNK_BYTES", 4 * VOCAB * 5)
 """Chunks of five tokens."""
 SIZES = {
     "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -365,7 +365,7 @@ def test_hooks_of_a_head() -> None:
     for chunked in (False, "auto"):
         model, engine = start(llama, chunked)
         model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
-        with patch("hf_zero.sequence.loss.LOSS_BYTES", 0):
+        with patch("hf_zero.sequence.chunked_loss.LOSS_BYTES", 0):
             losses.append(float(model(**data(0, 0)).loss.detach()))
         engine.detach()
     assert losses[0] == losses[1]

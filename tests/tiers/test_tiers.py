@@ -25,10 +25,10 @@ import pytest
 import torch
 
 from hf_zero import StateError, TierError
-from hf_zero.tiers.array import DiskArray, FilePieces, FileSource, OnDisk, Stamp
+from hf_zero.tiers.array import DiskArray, FileSource, JoinedSource, OnDisk, Stamp
 from hf_zero.tiers.disk import Disk, Region, file_system
 from hf_zero.tiers.host import Link, pages
-from hf_zero.tiers.pool import Storage
+from hf_zero.tiers.storage import Storage
 from hf_zero.tiers.tier import ALIGN_BYTES, PIECE_BYTES, THREADS, Meter
 from tests.kit.common import holders, nameless_files
 from tests.kit.injection import Forked, instead
@@ -61,14 +61,14 @@ def page_aligned(nbytes: int, shift: int = 0) -> torch.Tensor:
 
 
 def test_space_is_allocated_at_once_and_holes_are_filled_first_fit(disk: Disk) -> None:
-    a, b, c, _ = (disk.take(nbytes) for nbytes in (8192, 4096, 16384, 4096))
+    a, b, c, _ = (disk.allocate(nbytes) for nbytes in (8192, 4096, 16384, 4096))
     assert os.fstat(disk.fileno()).st_blocks * 512 >= 32768
-    disk.give_back(a)
-    disk.give_back(c)
-    assert disk.take(12288) == Region(c.offset, 12288)
-    disk.give_back(b)
-    assert disk.take(12288) == Region(0, 12288)  # a and b are one
-    assert disk.take(4096) == Region(c.offset + 12288, 4096)
+    disk.free(a)
+    disk.free(c)
+    assert disk.allocate(12288) == Region(c.offset, 12288)
+    disk.free(b)
+    assert disk.allocate(12288) == Region(0, 12288)  # a and b are one
+    assert disk.allocate(4096) == Region(c.offset + 12288, 4096)
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_space_is_allocated_at_once_and_holes_are_filled_first_fit(disk: Disk) -
 )
 def test_a_failed_call_is_named_in_the_waiting_thread(tmp_path: Path, kind: str, number: int, advice: str) -> None:
     disk = make(tmp_path, rank=3)
-    region = disk.take(4 * PIECE_BYTES)
+    region = disk.allocate(4 * PIECE_BYTES)
     lock, ends = threading.Lock(), []
 
     def fail(real: Any, fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -112,16 +112,16 @@ def test_a_failed_call_is_named_in_the_waiting_thread(tmp_path: Path, kind: str,
 def test_more_than_the_disk_has(disk: Disk) -> None:
     needed = (disk.free_bytes // ALIGN_BYTES + (1 << 20)) * ALIGN_BYTES
     with pytest.raises(TierError, match=rf"rank 0 in .* needs {needed} bytes more.*\d+ are free there.*larger disk"):
-        disk.take(needed)
+        disk.allocate(needed)
 
     def halfway(real: Any, fd: int, offset: int, nbytes: int) -> None:
         real(fd, offset, nbytes // 2)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with instead(os, posix_fallocate=halfway), pytest.raises(TierError, match="needs 8192 bytes more"):
-        disk.take(8192)
+        disk.allocate(8192)
     assert disk.nbytes == os.fstat(disk.fileno()).st_size == 0
-    assert disk.take(4096) == Region(0, 4096)
+    assert disk.allocate(4096) == Region(0, 4096)
 
 
 @pytest.mark.skipif(file_system("/dev/shm") != "tmpfs", reason="no folder that is memory")
@@ -156,7 +156,7 @@ def test_the_folder_is_made_for_its_user_alone(tmp_path: Path) -> None:
 
 def _hold(folder: str, ready: Any, go: Any, ending: str) -> None:
     disk = make(Path(folder), rank=7)
-    disk.take(8 << 20)
+    disk.allocate(8 << 20)
     disk.write(0, pattern(1 << 20)).wait()
     ready.set()
     go.wait(60)
@@ -186,7 +186,7 @@ def test_a_file_is_closed_once_its_transfers_were_waited_for(tmp_path: Path) -> 
     try:
         for _ in range(200):
             disk = make(tmp_path)
-            disk.take(ALIGN_BYTES)
+            disk.allocate(ALIGN_BYTES)
             disk.write(0, pattern(ALIGN_BYTES)).wait()
             disk.close()
             assert nameless_files(tmp_path) == 0
@@ -215,7 +215,7 @@ def test_nothing_is_left_after_exit(tmp_path: Path) -> None:
         else:
             sys.exit()
         disk = Disk({str(tmp_path)!r}, 0, Meter())
-        region = disk.take(256 << 20)
+        region = disk.allocate(256 << 20)
         moves = [disk.write(region.offset + at, torch.zeros(8 << 20, dtype=torch.uint8)) for at in range(0, 256 << 20, 8 << 20)]
         assert disk.nbytes == 256 << 20
         exec(ending)
@@ -241,9 +241,9 @@ def test_a_models_own_file(tmp_path: Path) -> None:
     values = OnDisk(FileSource(path, 4000, torch.float32, 2000, meter))
     assert torch.equal(values[500:1500].read(), torch.arange(1500.0, 2500.0))
     assert (meter["read"].calls, meter["read"].bytes) == (1, 4000)
-    joined = OnDisk(FilePieces(9, torch.float32, [(2, values[:2]), (6, values[5:6])]))
+    joined = OnDisk(JoinedSource(9, torch.float32, [(2, values[:2]), (6, values[5:6])]))
     assert joined.read_into(torch.ones(9)).tolist() == [0, 0, 1000, 1001, 0, 0, 1005, 0, 0]
-    part = OnDisk(FilePieces(9, torch.float32, [(2, values[:2]), (6, values[5:6])], counted := Meter()))[3:7]
+    part = OnDisk(JoinedSource(9, torch.float32, [(2, values[:2]), (6, values[5:6])], counted := Meter()))[3:7]
     assert (part.read().tolist(), counted["read"].bytes) == ([1001, 0, 0, 1005], 8)
     with pytest.raises(StateError, match=rf"{path}.*cannot be written"):
         values.zero_()
@@ -286,7 +286,7 @@ class Buffer(bytearray):
 
 
 def test_idle_threads_hold_no_buffer(disk: Disk) -> None:
-    disk.take(4096)
+    disk.allocate(4096)
     seen = []
     for _ in range(THREADS):
         buffer = Buffer(4096)
@@ -301,7 +301,7 @@ def test_idle_threads_hold_no_buffer(disk: Disk) -> None:
 
 def test_an_interrupted_wait_is_made_again(disk: Disk) -> None:
     """Ctrl-C at any moment of a wait is nothing but that: neither another error, nor a thread that waits for ever."""
-    disk.take(4096)
+    disk.allocate(4096)
 
     def slow(real: Any, *args: Any) -> Any:
         time.sleep(2e-4)
@@ -391,13 +391,13 @@ def test_large_memory_is_on_huge_pages(tmp_path: Path) -> None:
 
 FREED = """
     import torch
-    from hf_zero.tiers.host import keep_freed
+    from hf_zero.tiers.host import keep_freed_memory
 
     def resident_mib() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096 >> 20
 
-    keep_freed()
+    keep_freed_memory()
     before = resident_mib()
     torch.ones(16 << 20)  # 64 MiB, dropped at once
     print(resident_mib() - before)
@@ -423,16 +423,16 @@ def test_copies_on_a_cpu_device() -> None:
     meter = Meter()
     link = Link(CPU, meter)
     source, target = torch.randn(100), link.empty(100, torch.float32)
-    link.down(source, target).wait()
+    link.copy_to_host(source, target).wait()
     assert torch.equal(source, target)
-    link.up(target.mul_(2), source, after=link.mark()).close()
+    link.copy_to_device(target.mul_(2), source, after=link.mark()).close()
     assert torch.equal(source, target)
     assert [(meter[kind].calls, meter[kind].bytes) for kind in ("down", "up")] == [(1, 400), (1, 400)]
     for wrong in (torch.empty(99), torch.empty(100, dtype=torch.bfloat16)):
         with pytest.raises(
             StateError, match=r"copy down the link needs equal dtypes and lengths, found 100 x torch.float32"
         ):
-            link.down(source, wrong)
+            link.copy_to_host(source, wrong)
     assert meter["down"].calls == 1
 
 
@@ -464,14 +464,14 @@ def test_copies_wait_for_the_stream_and_the_stream_for_them() -> None:
         for _ in range(5):
             busy = (busy @ busy).div_(64)
         values += turn
-        down = link.down(values, host)
+        down = link.copy_to_host(values, host)
         del values  # its memory may be used again only when the copy is through
         torch.full((4 << 20,), -1.0, device="cuda")
         down.wait()
         assert bool((host == turn).all())
         arrived = torch.empty(4 << 20, device="cuda")
         mark, moves = link.mark(), []
-        thread = threading.Thread(target=lambda: moves.append(link.up(host, arrived, after=mark)))  # noqa: B023
+        thread = threading.Thread(target=lambda: moves.append(link.copy_to_device(host, arrived, after=mark)))  # noqa: B023
         thread.start()
         thread.join()
         moves[0].wait()

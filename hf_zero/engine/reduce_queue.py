@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from .unit import Unit
 
 
-class Reduces:
+class ReduceQueue:
     """Units whose gradients are to be reduced, and the one whose reduce is under way: buffers of one are in memory."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Make room for other programs on the device: move what is stored there to host memory, and back.
 
 Spans, segments and the optimizer's tensors stay the same objects. Only their memory is another, so what is moved can be read
-meanwhile. All that computes with it raises until it is back (`Context.away`).
+meanwhile. All that computes with it raises until it is back (`Context.states_offloaded`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..engine.binding import Binding
 from ..engine.context import Context
-from ..engine.optimizer import Binding
 from ..engine.span import Span
 from ..engine.unit import State
 from ..tiers.array import Values
@@ -20,7 +20,7 @@ from ..tiers.host import empty_cache
 from ..tiers.tier import Tier
 
 
-class Away:
+class StateOffload:
     """Moves all that one model stores, once. Nothing is gathered that the stage releases, and nothing is under way."""
 
     def __init__(self, context: Context, bindings: Sequence[Binding]) -> None:
@@ -31,20 +31,20 @@ class Away:
 
     @torch.inference_mode(False)  # the optimizer updates what is allocated here
     @torch.no_grad()
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Move everything to host memory."""
-        stays = [*dict.fromkeys(span.unit for span in self._spans if span.stays)]
+        stays = [*dict.fromkeys(span.unit for span in self._spans if span.is_persistent)]
         for unit in stays:
             for event in self._context.events.unit_released:  # what user code wrote until now is in the masters
                 event(unit)
-        self._context.away = True
+        self._context.states_offloaded = True
         for span in self._spans:
-            self._leave(span)
+            self._offload_span(span)
         for unit in stays:
             unit.state = State.SHARDED
             unit.intercept_all_reads()
         for span in self._spans:
-            if span.stays:
+            if span.is_persistent:
                 span.drop()
         for binding in self._bindings:
             for entries in dict.values(binding.optimizer.state):
@@ -54,23 +54,23 @@ class Away:
                         self._states.append(value)
         empty_cache(self._context.device)
 
-    def _leave(self, span: Span) -> None:
+    def _offload_span(self, span: Span) -> None:
         cpu = torch.device("cpu")
         self._move_grad(span, cpu)
         if span.tier is Tier.DEVICE:
-            if span.is_alias:
+            if span.master_is_local:
                 self._aliases.add(span)
-            span.use_master(_moved(span.master, cpu))
+            span.use_master(_copy_to(span.master, cpu))
         if span.copy is not None and span.copy_tier is Tier.DEVICE:
-            span.copy = _moved(span.copy, cpu)
+            span.copy = _copy_to(span.copy, cpu)
         for segment in span.segments:
             segment.show_grad()
 
     @torch.inference_mode(False)  # the optimizer updates what is allocated here
     @torch.no_grad()
-    def come_back(self) -> None:
+    def reload(self) -> None:
         """Move everything back. A collective where the stage keeps full parameters."""
-        context, full = self._context, [span for span in self._spans if span.stays]
+        context, full = self._context, [span for span in self._spans if span.is_persistent]
         for span in full:
             span.restore()
         for span in self._spans:
@@ -78,16 +78,16 @@ class Away:
                 span.local.copy_(span.values())
                 span.use_master(span.local)
             elif span.tier is Tier.DEVICE:
-                span.use_master(_moved(span.master, context.device))
+                span.use_master(_copy_to(span.master, context.device))
             if span.copy is not None and span.copy_tier is Tier.DEVICE:
-                span.copy = _moved(span.copy, context.device)
+                span.copy = _copy_to(span.copy, context.device)
         for value in self._states:
             value.data = value.to(context.device, copy=True)
         for span in full:
             span.publish()
             span.is_old = True
-        context.away = False
-        units = {} if context.frees else {span.unit: None for span in full}
+        context.states_offloaded = False
+        units = {} if context.reshards else {span.unit: None for span in full}
         for unit in units:
             unit.gather()
         for unit in units:
@@ -102,5 +102,5 @@ class Away:
             span.bucket.grad = span.bucket.grad.to(device, copy=True)
 
 
-def _moved(values: Values, device: torch.device) -> Tensor:
+def _copy_to(values: Values, device: torch.device) -> Tensor:
     return values.to(device, copy=True) if isinstance(values, Tensor) else values.read().to(device)

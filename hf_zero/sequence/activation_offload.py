@@ -23,14 +23,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.inflight import DONE, Inflight
 from ..config import ZeroConfig
-from ..core.instance import Attributes, replaced
+from ..core.patching import Attributes, patched
 from ..engine.context import Context
 from ..engine.engine import Engine
 from ..engine.graph import GONE, backward_id, calls_of, tensors_in
 from ..engine.observer import Observer
 from ..errors import ConfigError, StateError, ZeroError
 from ..tiers.array import DiskArray, OnDisk
-from ..tiers.pool import Storage
+from ..tiers.storage import Storage
 from ..tiers.tier import WRITTEN_INPUTS
 
 _SAVING = (("CheckpointFunction", "apply"), ("_CheckpointFrame", "save_inputs"), ("_NoopSaveInputs", "apply"))
@@ -38,7 +38,7 @@ _SAVING = (("CheckpointFunction", "apply"), ("_CheckpointFrame", "save_inputs"),
 _autograd: Any = torch._C._autograd
 
 
-class Kept:
+class OffloadedTensor:
     """A tensor that has left the device. Autograd's graph owns it.
 
     Attributes:
@@ -55,10 +55,10 @@ class Kept:
     __slots__ = ("__weakref__", "array", "arriving", "before", "dropped", "dtype", "host", "is_stale", "leaving", "numel",
                  "of", "shape", "stride", "writing")  # fmt: skip
 
-    def __init__(self, tensor: Tensor, dropped: deque[Dropped], before: Kept | None) -> None:
+    def __init__(self, tensor: Tensor, dropped: deque[ReleasedMemory], before: OffloadedTensor | None) -> None:
         self.shape, self.stride, self.dtype, self.numel = tensor.shape, tensor.stride(), tensor.dtype, tensor.numel()
         self.of, self.dropped = StorageWeakRef(tensor.untyped_storage()), dropped
-        self.before: Callable[[], Kept | None] = (lambda: None) if before is None else weakref.ref(before)
+        self.before: Callable[[], OffloadedTensor | None] = (lambda: None) if before is None else weakref.ref(before)
         self.host: Tensor | None = None
         self.array: DiskArray | None = None
         self.leaving = self.writing = DONE
@@ -71,7 +71,7 @@ class Kept:
         self.dropped.append((self.host, self.array, filled, (self.leaving, self.writing, transfer)))
 
 
-Dropped = tuple[Tensor | None, DiskArray | None, Tensor | None, tuple[Inflight, ...]]
+ReleasedMemory = tuple[Tensor | None, DiskArray | None, Tensor | None, tuple[Inflight, ...]]
 """Host memory, disk space, memory that is being filled, and the transfers that use them."""
 
 
@@ -98,7 +98,7 @@ class HostBuffers:
         self._highest = max(self._highest, self._used)
         return memory[:nbytes].view(dtype)
 
-    def give_back(self, values: Tensor) -> None:
+    def release(self, values: Tensor) -> None:
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(values.untyped_storage())
         self._used -= memory.numel()
         self._free.append(memory)
@@ -111,7 +111,7 @@ class HostBuffers:
         self._storage.ledger.host.add("activations", -self._free.pop(0).numel())
 
 
-class Activations(Observer):
+class ActivationOffload(Observer):
     """Moves inputs of checkpointed blocks to host memory or disk between forward and backward.
 
     On a GPU nothing waits on the host: a copy to the host runs while its block computes, and the next block's kernels wait for
@@ -125,12 +125,12 @@ class Activations(Observer):
         self._depth = 0
         self._handles: list[Any] = []
         self._undo = contextlib.ExitStack()
-        self._dropped: deque[Dropped] = deque()
-        self._leaving: tuple[Kept, Tensor, int] | None = None
+        self._dropped: deque[ReleasedMemory] = deque()
+        self._leaving: tuple[OffloadedTensor, Tensor, int] | None = None
         """The last tensor that left, its memory on the device, and its version."""
-        self._writing: list[weakref.ref[Kept]] = []
-        self._shared: weakref.WeakValueDictionary[Any, Kept] = weakref.WeakValueDictionary()
-        self._last: Callable[[], Kept | None] = lambda: None
+        self._writing: list[weakref.ref[OffloadedTensor]] = []
+        self._shared: weakref.WeakValueDictionary[Any, OffloadedTensor] = weakref.WeakValueDictionary()
+        self._last: Callable[[], OffloadedTensor | None] = lambda: None
 
     def attach(self, engine: Engine) -> None:
         context = engine.context
@@ -178,7 +178,7 @@ class Activations(Observer):
         self._wait_for_last_copy()
         for reference in self._writing:  # a disk that fails is an error of this pass
             if (kept := reference()) is not None:
-                self._land(kept)
+                self._wait_for_disk(kept)
         self._reclaim()
         if self._is_used or output is None or not (module.training and module is self._root()):
             return
@@ -215,20 +215,20 @@ class Activations(Observer):
         if kept is not None and not kept.of.expired():
             return kept
         try:
-            return self._leave(tensor, where)
+            return self._offload(tensor, where)
         except ZeroError as error:  # it stays on the device; all ranks raise at the end of the pass
             self._note(error)
             return tensor if outer is None else (outer[1], outer[0](tensor))
 
-    def _leave(self, tensor: Tensor, where: Any) -> Kept:
+    def _offload(self, tensor: Tensor, where: Any) -> OffloadedTensor:
         self._wait_for_last_copy()
         self._reclaim()
-        kept = Kept(tensor, self._dropped, self._last())
+        kept = OffloadedTensor(tensor, self._dropped, self._last())
         if self._tier == "disk":
             kept.array = DiskArray(self._storage.disk, kept.numel, kept.dtype)
         kept.host = self._buffers.take(kept.numel, kept.dtype)
         flat = tensor.detach().as_strided((kept.numel,), (1,))
-        kept.leaving = self._storage.link.down(flat, kept.host)
+        kept.leaving = self._storage.link.copy_to_host(flat, kept.host)
         self._leaving = kept, flat, tensor._version
         self._shared[where] = kept
         self._last = weakref.ref(kept)
@@ -239,7 +239,7 @@ class Activations(Observer):
         if self._leaving is None:
             return
         (kept, flat, version), self._leaving = self._leaving, None
-        self._storage.link.hold_for_down()
+        self._storage.link.wait_for_copies_to_host()
         kept.is_stale = flat._version != version
         if kept.array is not None:
             self._writing.append(weakref.ref(kept))
@@ -247,16 +247,16 @@ class Activations(Observer):
             if (one := reference()) is not None and one.leaving.ready:
                 self._write(one)
         while len(self._writing) > WRITTEN_INPUTS:
-            if (one := self._writing.pop(0)()) is not None and self._land(one) and one.host is not None:
-                self._buffers.give_back(one.host)
+            if (one := self._writing.pop(0)()) is not None and self._wait_for_disk(one) and one.host is not None:
+                self._buffers.release(one.host)
                 one.host = None
 
-    def _write(self, kept: Kept) -> None:
+    def _write(self, kept: OffloadedTensor) -> None:
         if kept.writing is DONE and kept.array is not None and kept.host is not None:
             kept.leaving.close()
             kept.writing = OnDisk(kept.array).begin_write(kept.host)
 
-    def _land(self, kept: Kept) -> bool:
+    def _wait_for_disk(self, kept: OffloadedTensor) -> bool:
         """Wait until the disk has `kept`, and return True; if that fails, it stays in host memory."""
         self._write(kept)
         array = kept.array
@@ -285,7 +285,7 @@ class Activations(Observer):
         if isinstance(packed, tuple):
             unpack, inner = packed
             return unpack(inner)
-        if not isinstance(packed, Kept):
+        if not isinstance(packed, OffloadedTensor):
             return packed
         self._wait_for_last_copy()
         if packed.is_stale:
@@ -308,21 +308,21 @@ class Activations(Observer):
             self._note(error)
         if values.device != self._device:
             arrived = torch.empty(packed.numel, dtype=packed.dtype, device=self._device)
-            transfer = self._storage.link.up(values, arrived)
+            transfer = self._storage.link.copy_to_device(values, arrived)
             transfer.wait()
             self._dropped.append((values, None, None, (transfer,)))
             values = arrived
         self._reclaim()
         return values.as_strided(packed.shape, packed.stride)
 
-    def _prefetch(self, kept: Kept) -> None:
+    def _prefetch(self, kept: OffloadedTensor) -> None:
         link = self._storage.link
         if kept.host is not None:
             target = torch.empty(kept.numel, dtype=kept.dtype, device=self._device)
-            kept.arriving = target, link.up(kept.host, target)
+            kept.arriving = target, link.copy_to_device(kept.host, target)
         elif kept.array is not None:
             # Whole pages, which the disk fills without a copy; where the device is no host memory, on their way to it.
-            own = link.is_one_memory
+            own = link.shares_memory
             target = link.empty(kept.numel, kept.dtype) if own else self._buffers.take(kept.numel, kept.dtype)
             kept.arriving = target, OnDisk(kept.array).begin_read(target)
 
@@ -340,15 +340,15 @@ class Activations(Observer):
                     each.close()
             if array is not None:
                 array.close()
-            for memory in (host, filled if not self._storage.link.is_one_memory else None):
+            for memory in (host, filled if not self._storage.link.shares_memory else None):
                 if memory is not None and memory.device.type == "cpu":
-                    self._buffers.give_back(memory)
+                    self._buffers.release(memory)
 
     def _note(self, error: ZeroError) -> None:
         context = self._context()
         if context is None:
             raise error
-        context.note_failure(error)
+        context.record_failure(error)
 
 
 def _around_saving(around: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
@@ -360,7 +360,7 @@ def _around_saving(around: Callable[[], Any]) -> contextlib.AbstractContextManag
         if (stock := getattr(cls, method, None)) is not None:
             made: Any = _within(around, stock)
             found.append((cls, method, made if method == "save_inputs" else staticmethod(made)))
-    return replaced(found)
+    return patched(found)
 
 
 def _within(around: Callable[[], Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -374,4 +374,4 @@ def _within(around: Callable[[], Any], stock: Callable[..., Any]) -> Callable[..
 
 def observers(config: ZeroConfig) -> Sequence[Observer]:
     """Return the observer of one engine, if it offloads activations."""
-    return [] if config.offload_activations == "none" else [Activations(config)]
+    return [] if config.offload_activations == "none" else [ActivationOffload(config)]

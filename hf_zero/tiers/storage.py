@@ -163,7 +163,7 @@ class Storage:
         account.record_peak()
         return made
 
-    def gradient_moves(self, wait: Callable[[], None]) -> None:
+    def limit_gradient_copies(self, wait: Callable[[], None]) -> None:
         """Wait until the gradient that moved before is stored. `wait` waits for the one that moves now."""
         before, self._wait_for_gradient = self._wait_for_gradient, wait
         if before is not None and before != wait:  # the same bucket has waited itself
@@ -184,24 +184,24 @@ class Storage:
             TierError: while waiting: the read failed.
         """
         if isinstance(source, Tensor):
-            return self.link.up(source, target)
-        if self.link.is_one_memory:
+            return self.link.copy_to_device(source, target)
+        if self.link.shares_memory:
             return source.begin_read(target)
         memory, up = self.scratch(source.numel(), source.dtype), DONE
 
         def send_up() -> None:
             nonlocal up
-            up = self.link.up(memory, target)
+            up = self.link.copy_to_device(memory, target)
             up.wait()
 
         def release() -> None:
             up.close()
-            self.give_back(memory)
+            self.release_scratch(memory)
 
         return Inflight((source.begin_read(memory),), (Inflight(finish=release),), send_up)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory; `give_back` returns it."""
+        """Return host memory; `release_scratch` returns it."""
         needed = numel * dtype.itemsize
         with self._lock:
             fitting = [memory for memory in self._free if memory.numel() >= needed]
@@ -213,7 +213,7 @@ class Storage:
             self.ledger.host.add("staging", needed)
         return memory[:needed].view(dtype)
 
-    def give_back(self, memory: Tensor) -> None:
+    def release_scratch(self, memory: Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.untyped_storage())
         with self._lock:  # keep the largest: they fit any request
             free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)

@@ -100,7 +100,7 @@ def activation_bytes(batch: Batch, config: ZeroConfig, size: int, is_mixed: bool
     return moment, min(layers, WRITTEN_INPUTS + 1) * one, layers * padded(one)
 
 
-def exchange(batch: Batch, config: ZeroConfig, size: int) -> tuple[int, float]:
+def attention_exchange(batch: Batch, config: ZeroConfig, size: int) -> tuple[int, float]:
     """Return how often attention exchanges tensors in one forward and its backward, and the bytes of one exchange.
 
     Each layer and pass has two: one of queries, keys and values, one of outputs.
@@ -115,8 +115,8 @@ def exchange(batch: Batch, config: ZeroConfig, size: int) -> tuple[int, float]:
     return 2 * passes * architecture.layers, batch.tokens(config) * width * size * (sharers - 1) / sharers
 
 
-def offload_work(batch: Batch, config: ZeroConfig, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
-    """Return the bytes that offloaded inputs move in one forward and its backward, by road."""
+def activation_traffic(batch: Batch, config: ZeroConfig, size: int, is_mixed: bool, is_cpu: bool) -> dict[str, int]:
+    """Return the bytes that offloaded inputs move in one forward and its backward, by channel."""
     architecture = batch.architecture
     if architecture is None or config.offload_activations == "none":
         return {}

@@ -7,21 +7,21 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..comm.agree import differing
+from ..comm.agreement import gather_if_different
 from ..comm.wire import Wire
 from ..errors import RankMismatchError, StateError
-from .deferred import OWN, deferred_of
+from .deferred import WRITTEN_LOCALLY, deferred_of
 
 
-class Seen(NamedTuple):
+class ParameterDigest(NamedTuple):
     """A deferred parameter as one rank saw it."""
 
     name: str
-    print: int | None
+    digest: int | None
     is_used: bool
 
 
-def check_equal(wire: Wire, what: str, mine: Sequence[Seen | None], *, unused: bool = False) -> None:
+def check_equal(wire: Wire, what: str, mine: Sequence[ParameterDigest | None], *, unused: bool = False) -> None:
     """Compare the values with which the ranks closed parameters. A collective.
 
     Args:
@@ -33,7 +33,7 @@ def check_equal(wire: Wire, what: str, mine: Sequence[Seen | None], *, unused: b
     """
     if wire.size == 1:
         return
-    everyone = differing(wire, (what, [*mine]))
+    everyone = gather_if_different(wire, (what, [*mine]))
     if everyone is None:
         return
     _refuse_different("", [each for each, _ in everyone])
@@ -42,10 +42,10 @@ def check_equal(wire: Wire, what: str, mine: Sequence[Seen | None], *, unused: b
         if len(alive) < len(column):
             continue
         _refuse_different(f"{what}: the parameters that they use: ", [each.name for each in alive])
-        prints = [each.print for each in alive]
-        if len(set(prints)) == 1 or OWN in prints or not (unused or any(each.is_used for each in alive)):
+        digests = [each.digest for each in alive]
+        if len(set(digests)) == 1 or WRITTEN_LOCALLY in digests or not (unused or any(each.is_used for each in alive)):
             continue
-        rank = next(rank for rank, each in enumerate(prints) if each != prints[0])
+        rank = next(rank for rank, each in enumerate(digests) if each != digests[0])
         raise RankMismatchError(
             f"{what}: rank {rank} gave {alive[0].name} other values than rank 0, and each rank keeps only its own part of "
             "them. Every rank must compute the same values: seed the ranks alike inside zero.Init, load the same files, and "
@@ -62,14 +62,14 @@ def _refuse_different(what: str, values: Sequence[str]) -> None:
             )
 
 
-def check_ready(model: nn.Module) -> None:
+def check_deferred_equal(model: nn.Module) -> None:
     """Compare the deferred parameters of a model over the ranks, before it is sharded. A collective where there are some.
 
     Raises:
         RankMismatchError: on every rank: they have other values.
         StateError: `GatheredParameters` holds one open.
     """
-    mine: list[Seen] = []
+    mine: list[ParameterDigest] = []
     wire: Wire | None = None
     for name, param in model.named_parameters():
         deferred = deferred_of(param)
@@ -80,6 +80,6 @@ def check_ready(model: nn.Module) -> None:
         if deferred is not None and deferred.wire.size > 1:
             deferred.follow(param)
             wire = deferred.wire
-            mine.append(Seen(f"parameter {name!r}", deferred.print, deferred.is_used))
+            mine.append(ParameterDigest(f"parameter {name!r}", deferred.digest, deferred.is_used))
     if wire is not None:
         check_equal(wire, "zero.shard of a model built under zero.Init", mine, unused=True)

@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def put(span: Span, index: int, values: Tensor) -> None:
+def assign(span: Span, index: int, values: Tensor) -> None:
     """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory.
 
     Raises:
         StateError: `values` has another shape.
     """
     check_shape(span, index, values)
-    if not span.is_alias and not span.unit.is_apart:
+    if not span.master_is_local and not span.unit.ignores_writes:
         write_back(span, index, values.detach().reshape(-1), shown_by_codec(span))
     if span.is_readable:
         span.view(index).copy_(values)
 
 
 @torch.no_grad()
-def keep(span: Span, indices: Iterable[int], shown: Tensor | None = None) -> None:
+def write_back_in_place(span: Span, indices: Iterable[int], shown: Tensor | None = None) -> None:
     """Carry what was written in place to these parameters, which are readable, into the master.
 
     Args:
         shown: what `local` showed before, where that was not the master in the compute dtype.
     """
     indices = [index for index in indices if not _restore(span, index)]
-    if span.is_alias:
+    if span.master_is_local:
         return
     shown = shown_by_codec(span) if shown is None else shown
     for index in indices:
@@ -66,7 +66,7 @@ def _restore(span: Span, index: int) -> bool:
             return False
         set_raw_data(param, view)
     check_shape(span, index, values)
-    span.put(index, values)
+    span.assign(index, values)
     return True
 
 
@@ -103,13 +103,13 @@ def write_back(span: Span, index: int, values: Tensor, shown: Tensor | None = No
     try:
         span.unit.wait_for_step()
         master = fetch(span.master[part.start : part.stop])
-        new = values[part.there].to(master.device)
+        new = values[part.source_slice].to(master.device)
         result = with_digits(master, new)
         if shown is not None:
             result = _moved(span, shown, part.start, new, master, result)
         span.store(part.start, result)
     except ZeroError as error:  # the disk of this rank alone
-        span.context.note_failure(error)
+        span.context.record_failure(error)
 
 
 def with_digits(master: Tensor, new: Tensor) -> Tensor:

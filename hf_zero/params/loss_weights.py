@@ -17,7 +17,7 @@ from ..comm.wire import Wire
 from ..errors import ConfigError
 
 
-def over_ranks(wire: Wire, weight: float | Tensor, problem: str | None = None) -> float:
+def sum_over_ranks(wire: Wire, weight: float | Tensor, problem: str | None = None) -> float:
     """Return the sum of all ranks' weights; one scalar all-reduce. A collective.
 
     Args:
@@ -43,7 +43,7 @@ def over_ranks(wire: Wire, weight: float | Tensor, problem: str | None = None) -
     return total
 
 
-def is_loss(loss: Tensor) -> str | None:
+def loss_problem(loss: Tensor) -> str | None:
     """Return what is wrong with a loss to weigh; None if nothing is."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         found = f"shape {tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -51,7 +51,7 @@ def is_loss(loss: Tensor) -> str | None:
     return None
 
 
-def scaled(loss: Tensor, weight: float | Tensor, total: float, ranks: int) -> Tensor:
+def scale_loss(loss: Tensor, weight: float | Tensor, total: float, ranks: int) -> Tensor:
     """Scale `loss` so that the mean over ranks of its gradients is the sum of weight · gradient / total.
 
     A weight of 0 gives 0 with gradients of 0, also where the loss is NaN, as a mean over no samples is.

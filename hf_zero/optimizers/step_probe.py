@@ -10,37 +10,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .optimizer_copy import OptimizerCopy, is_elementwise, untouched
 from .trials import inner_optimizers
-from .twin import Twin, is_elementwise, untouched
 
 _NUMEL = 7
 
 
-class Made(NamedTuple):
+class StepProbe(NamedTuple):
     """Lists the states that a step makes, and whether each has one value per element, and the options that it adds."""
 
     states: dict[str, bool]
     options: set[str]
 
 
-def made_by(optimizer: torch.optim.Optimizer) -> Made | None:
+def probe_step(optimizer: torch.optim.Optimizer) -> StepProbe | None:
     """Return what a step makes; None where that cannot be tried."""
-    made = Made({}, set())
+    made = StepProbe({}, set())
     if inner_optimizers(optimizer):  # a step of those would be one over the model
         return None
     with suppress(Exception), untouched(optimizer), torch.no_grad():  # whatever a user's optimizer raises
         for number, group in enumerate(optimizer.param_groups):
-            twin = Twin(optimizer, fuse=False)
-            entries = twin.step(number, torch.zeros(_NUMEL, device="cpu"), torch.ones(_NUMEL, device="cpu"), {})
+            clone = OptimizerCopy(optimizer, fuse=False)
+            entries = clone.step(number, torch.zeros(_NUMEL, device="cpu"), torch.ones(_NUMEL, device="cpu"), {})
             made.states.update({str(key): is_elementwise(key, value, _NUMEL) for key, value in entries.items()})
-            made.options.update(twin.option_names - set(group))
+            made.options.update(clone.option_names - set(group))
         return made
     return None
 
 
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return how many state values each parameter element has, the most of several optimizers; 2 where it is not known."""
-    found = [made_by(optimizer) for optimizer in optimizers]
+    found = [probe_step(optimizer) for optimizer in optimizers]
     return max((2 if made is None else sum(made.states.values()) for made in found), default=0)
 
 

@@ -38,7 +38,7 @@ class Binding:
         segments: by group, what the group holds.
         moves_all: its step changes parameters without a gradient, too.
         param_names: names that user code gave parameters in `group["param_names"]`.
-        shares: spans that also have parameters of another optimizer or of none, with the indices of this one's.
+        shared_spans: spans that also have parameters of another optimizer or of none, with the indices of this one's.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Binding:
         """The `originals` that `_group_of` was made of."""
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
-        self.shares: dict[Span, list[int]] = {}
+        self.shared_spans: dict[Span, list[int]] = {}
         self.moves_all = context.config.offloads and moves_without_gradient(optimizer)
         self._shown: list[list[int]] = []
         self.param_names: dict[nn.Parameter, str] = {}
@@ -95,7 +95,7 @@ class Binding:
                 segment.was_moved = False
                 if not segment.has_moved:
                     continue
-                before: Any = segment.span.master[segment.here]
+                before: Any = segment.span.master[segment.as_slice]
                 values = segment.tensor.detach()
                 entries = self.state_of(segment)
                 for name, value in entries.items():  # it may have kept the former memory

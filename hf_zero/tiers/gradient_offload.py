@@ -8,32 +8,32 @@ from torch import Tensor
 
 from ..comm.inflight import DONE
 from .array import Values
-from .pool import Storage
+from .storage import Storage
 
 
-class Arrival:
-    """A reduced gradient on its way from the device to its span's tier. Any thread may land it.
+class GradientCopy:
+    """A reduced gradient on its way from the device to its span's tier. Any thread may wait for it.
 
     Args:
-        mean: on the device, of the length and dtype of `home`. It must not change until this has landed.
-        home: where the gradient is stored.
-        adds: `home` has a gradient of this step already.
+        mean: on the device, of the length and dtype of `target`. It must not change until the copy has ended.
+        target: where the gradient is stored.
+        adds: `target` has a gradient of this step already.
     """
 
-    def __init__(self, storage: Storage, mean: Tensor, home: Values, *, adds: bool) -> None:
-        self._storage, self._home, self._adds = storage, home, adds
+    def __init__(self, storage: Storage, mean: Tensor, target: Values, *, adds: bool) -> None:
+        self._storage, self._target, self._adds = storage, target, adds
         self._lock, self._is_over = threading.Lock(), False
         self._scratch: Tensor | None = None
-        if storage.link.is_one_memory:
+        if storage.link.shares_memory:
             self._values, self._move = mean, DONE
             return
-        if isinstance(home, Tensor) and not adds:
-            self._values = home
+        if isinstance(target, Tensor) and not adds:
+            self._values = target
         else:
             self._values = self._scratch = storage.scratch(mean.numel(), mean.dtype)
-        self._move = storage.link.down(mean, self._values)
+        self._move = storage.link.copy_to_host(mean, self._values)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait until the gradient is stored.
 
         Raises:
@@ -47,18 +47,18 @@ class Arrival:
                 self._store()
             finally:
                 if self._scratch is not None:
-                    self._storage.give_back(self._scratch)
+                    self._storage.release_scratch(self._scratch)
 
     def _store(self) -> None:
         self._move.close()
-        if isinstance(self._home, Tensor):
+        if isinstance(self._target, Tensor):
             if self._adds:
-                self._home.add_(self._values)
+                self._target.add_(self._values)
             return
         if self._adds:
             before = self._storage.scratch(self._values.numel(), self._values.dtype)
             try:
-                self._values.add_(self._home.read_into(before))
+                self._values.add_(self._target.read_into(before))
             finally:
-                self._storage.give_back(before)
-        self._home.begin_write(self._values).close()
+                self._storage.release_scratch(before)
+        self._target.begin_write(self._values).close()

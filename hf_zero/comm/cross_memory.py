@@ -1,4 +1,4 @@
-"""Memory shared between processes of one machine: boards that other ranks write into, and reads of their buffers.
+"""Memory shared between processes of one machine: mailboxes that other ranks write into, and reads of their buffers.
 
 Linux's `process_vm_readv` and `process_vm_writev`; see `direct`.
 """
@@ -12,15 +12,15 @@ import sys
 from functools import cache
 from typing import Any
 
-SPANS = 4096
-"""Spans for which a board has room. Messages of later ones go through sockets."""
+MAX_SPANS = 4096
+"""Spans for which a mailbox has room. Messages of later ones go through sockets."""
 SLOTS = 4
 """Messages of one key that a rank may send before its peers take the first."""
 _MAGIC = 0x5A65_726F_426F_6172
 _WORD = 8
 
 
-class Board:
+class Mailbox:
     """Memory that other ranks write into, in pairs of a word and its complement: a reader detects a torn write.
 
     For each key and other rank: its last messages (address, step and number in one word), and the number up to which it has
@@ -29,7 +29,7 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self._size, self._row = size, size * (SLOTS + 1)
-        nbytes = 2 * (1 + 2 * SPANS * self._row) * _WORD
+        nbytes = 2 * (1 + 2 * MAX_SPANS * self._row) * _WORD
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Never freed: a peer may write here after this rank has released the group, and would corrupt what lies here then.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
@@ -37,11 +37,11 @@ class Board:
         self.words = memoryview(self._memory).cast("q")
         self.words[0] = _MAGIC
 
-    def slot(self, key: int, number: int) -> int:
+    def slot_index(self, key: int, number: int) -> int:
         """Return the index in `words` of rank 0's pair for a message. The pairs of the other ranks follow."""
         return 2 * (1 + key * self._row + number % SLOTS * self._size)
 
-    def taken(self, key: int) -> int:
+    def ack_index(self, key: int) -> int:
         """Return the index in `words` of rank 0's acknowledgement. Those of the other ranks follow."""
         return 2 * (1 + key * self._row + SLOTS * self._size)
 
@@ -58,11 +58,11 @@ class Peer:
     Args:
         rank: its rank.
         process: its process id.
-        board: address of its `Board`.
+        mailbox: address of its `Mailbox`.
     """
 
-    def __init__(self, rank: int, process: int, board: int) -> None:
-        self.rank, self.process, self.board = rank, process, board
+    def __init__(self, rank: int, process: int, mailbox: int) -> None:
+        self.rank, self.process, self.mailbox = rank, process, mailbox
 
     def read(self, there: int, here: int, nbytes: int) -> None:
         """Copy `nbytes` from the peer's address `there` to this process's address `here`.
@@ -85,50 +85,50 @@ class Peer:
 
     @property
     def is_alive(self) -> bool:
-        """Return True if the process lives, takes messages for that board, and may be read."""
+        """Return True if the process lives, takes messages for that mailbox, and may be read."""
         found = ctypes.c_int64()
         try:
-            self.read(self.board, ctypes.addressof(found), _WORD)
+            self.read(self.mailbox, ctypes.addressof(found), _WORD)
         except RuntimeError:
             return False
         return found.value == _MAGIC
 
-    def accepts_writes(self, rank: int, place: int) -> bool:
+    def accepts_writes(self, rank: int, index: int) -> bool:
         """Write that `rank` has taken nothing so far. Returns False if a sandbox refuses the call."""
         try:
-            BoardWriter(self, rank).write(0, place)
+            MailboxWriter(self, rank).write(0, index)
         except RuntimeError:
             return False
         return True
 
 
-class BoardWriter:
-    """Writes pairs of words into a peer's board. For one thread.
+class MailboxWriter:
+    """Writes pairs of words into a peer's mailbox. For one thread.
 
     Args:
-        peer: owns the board.
+        peer: owns the mailbox.
         rank: this rank.
     """
 
     def __init__(self, peer: Peer, rank: int) -> None:
         _, self._call = _system_calls()
-        self._peer, self._base = peer, peer.board + 2 * rank * _WORD
+        self._peer, self._base = peer, peer.mailbox + 2 * rank * _WORD
         self._words = (ctypes.c_int64 * 2)()
         self._there = _Part(0, 2 * _WORD)
         self._parts = ctypes.byref(_Part(ctypes.addressof(self._words), 2 * _WORD)), ctypes.byref(self._there)
 
-    def write(self, word: int, place: int) -> None:
+    def write(self, word: int, index: int) -> None:
         """Write a word.
 
         Args:
             word: the word.
-            place: index of rank 0's pair; this rank's follows it.
+            index: index of rank 0's pair; this rank's follows it.
 
         Raises:
             RuntimeError: the process is gone.
         """
         self._words[0], self._words[1] = word, ~word
-        self._there.base = self._base + place * _WORD
+        self._there.base = self._base + index * _WORD
         here, there = self._parts
         if self._call(self._peer.process, here, 1, there, 1, 0) != 2 * _WORD:
             raise self._peer.error()

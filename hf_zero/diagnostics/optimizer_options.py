@@ -21,7 +21,7 @@ _SHORT_NUMEL = 16
 _MASK = (1 << 30) - 1
 
 
-class SameOptions(Observer):
+class OptimizerOptionsCheck(Observer):
     """Compares the number of steps and the options of the optimizers' groups over the ranks.
 
     Options that are tensors on a GPU are left out: to read them, every backward would wait for the device.
@@ -33,12 +33,12 @@ class SameOptions(Observer):
         self._mark = 0
         self._may_change_in_place = True
 
-    def marks_to_send(self) -> list[int]:
+    def values_for_max(self) -> list[int]:
         """Return a number that differs where options or the count of steps differ, and its complement."""
         mark = zlib.crc32(b"%d %d" % (self._options(), self._wire.watch.step)) & _MASK
         return [mark, _MASK - mark]
 
-    def check_highest_marks(self, highest: list[int]) -> None:
+    def check_max_values(self, highest: list[int]) -> None:
         """Compare. The highest number and the highest complement belong together only where all ranks are alike.
 
         Raises:

@@ -14,26 +14,26 @@ from torch import Tensor, nn
 from ..config import ZeroConfig
 from ..core.layout import ParamSpec
 from ..errors import CheckpointError, RankMismatchError, StallError, TierError, ZeroError
-from .wire import Told, Wire
+from .wire import RankStatus, Wire
 
 T = TypeVar("T")
 
 
-class Report:
+class RankReport:
     """One rank's report to the others in an `on_all_ranks` block.
 
     Attributes:
-        mine: this rank's report: any value that pickles, set inside the block.
-        everyone: the reports of all ranks, in rank order, after the block.
+        local: this rank's report: any value that pickles, set inside the block.
+        by_rank: the reports of all ranks, in rank order, after the block.
     """
 
     def __init__(self) -> None:
-        self.mine: Any = None
-        self.everyone: list[Any] = []
+        self.local: Any = None
+        self.by_rank: list[Any] = []
 
 
 @contextmanager
-def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[Report]:
+def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[RankReport]:
     """Run a block on every rank; if it fails on one rank, it fails on all. Ends with a collective.
 
     The block must not communicate, except by blocks inside it. Where one rank leaves it while others are in a block inside, it
@@ -50,47 +50,47 @@ def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointErr
         CheckpointError: or `kind`: the first rank that failed, and why; or the other ranks cannot be reached.
         RankMismatchError: no rank failed, and one has left the block while others are in a block inside it.
     """
-    report = Report()
+    report = RankReport()
     failure: BaseException | None = None
-    with wire.watch.doing(what):
+    with wire.watch.operation(what):
         try:
             yield report
         except BaseException as error:  # Ctrl-C too: the other ranks wait for this one, which may continue
             failure = error
-        level = len(wire.watch.purposes) - 1  # of what is around the block
-        if isinstance(failure, ZeroError) and failure.known_at <= level:
+        depth = len(wire.watch.operations) - 1  # of what is around the block
+        if isinstance(failure, ZeroError) and failure.known_at <= depth:
             raise failure
         # Must reach the exchange after any other failure: the other ranks wait there.
         reason = None if failure is None else ": ".join(filter(None, (type(failure).__name__, str(failure))))
         try:
-            told = wire.tell(Told(level, reason, report.mine if failure is None else None))
+            statuses = wire.exchange_statuses(RankStatus(depth, reason, report.local if failure is None else None))
         except StallError:
             if failure is not None:
                 raise failure from None
             raise
         except RuntimeError as error:  # the process group's own
             raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
-        mismatch = wire.mismatch(told)
+        mismatch = wire.mismatch(statuses)
     if mismatch is None:
-        report.everyone = [each.value for each in told]
+        report.by_rank = [each.value for each in statuses]
         return
     if failure is not None and (
         not isinstance(failure, Exception)
         or kind is RankMismatchError
         or (isinstance(failure, ZeroError) and not isinstance(failure, TierError))
     ):
-        if isinstance(failure, ZeroError) and mismatch.known_at < level:
+        if isinstance(failure, ZeroError) and mismatch.known_at < depth:
             failure.known_at = mismatch.known_at
         raise failure
-    if mismatch.known_at < level:
+    if mismatch.known_at < depth:
         raise mismatch from failure
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(statuses):
         if each.reason is not None:
             raise kind(f"{what} failed on rank {rank}: {each.reason}") from failure
     raise mismatch
 
 
-def read(wire: Wire, values: Callable[[], T], *, may_fail: bool) -> T:
+def read_on_all_ranks(wire: Wire, values: Callable[[], T], *, may_fail: bool) -> T:
     """Return this rank's values for a collective. If reading them fails on one rank, it fails on all.
 
     Args:
@@ -108,7 +108,7 @@ def read(wire: Wire, values: Callable[[], T], *, may_fail: bool) -> T:
     return found
 
 
-def same_structure(
+def check_same_structure(
     wire: Wire,
     config: ZeroConfig,
     mixed_precision: str | None,
@@ -144,16 +144,16 @@ def same_structure(
         for number, optimizer in enumerate(optimizers)
         for i, group in enumerate(optimizer.param_groups)
     ]
-    same_lines(differing(wire, lines) or [])
+    check_same_lines(gather_if_different(wire, lines) or [])
 
 
-def differing(wire: Wire, mine: T) -> list[T] | None:
+def gather_if_different(wire: Wire, mine: T) -> list[T] | None:
     """Return the values of all ranks if they differ, else None. A collective that sends digests of `repr` first."""
     digest = hashlib.sha256(repr(mine).encode()).digest()
     return wire.exchange(mine) if len(set(wire.exchange(digest))) > 1 else None
 
 
-def same_lines(everyone: Sequence[list[str]]) -> None:
+def check_same_lines(everyone: Sequence[list[str]]) -> None:
     """Compare lines of all ranks, in rank order.
 
     Raises:
@@ -180,7 +180,9 @@ def _first_difference(first: list[str], other: list[str], rank: int) -> str:
     )
 
 
-def same_values(wire: Wire, named: Iterable[tuple[str, Tensor]], fingerprint: Callable[[Tensor], Tensor]) -> None:
+def broadcast_differing_values(
+    wire: Wire, named: Iterable[tuple[str, Tensor]], fingerprint: Callable[[Tensor], Tensor]
+) -> None:
     """Set every tensor to rank 0's values; warn with the first that differed.
 
     Args:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import agree
+from ..comm import agreement
 from ..errors import LayoutError, RankMismatchError
-from ..optimizers.kinds import Kind, kind_of
+from ..optimizers.kinds import Kind, optimizer_kind
+from .binding import Binding, Groups
 from .context import Context
-from .optimizer import Binding, Groups
 from .parameter import original_class, place_of
 from .segments import Segment, first_segments
 from .span import Span
 
 Names = Mapping[nn.Parameter, Sequence[str]]
-Source = tuple[str, Any]
+GroupEntry = tuple[str, Any]
 """An entry of a group: ("segments", (binding, group)) of a binding before, or ("parameter", name).
 """
-GroupSources = tuple[list[Source], list[str]]
+GroupEntries = tuple[list[GroupEntry], list[str]]
 """Sources of one group in their order, and names of the parameters that have elements in its segments here."""
 
 
@@ -57,32 +57,32 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindin
     before = {binding.optimizer: binding for binding in bindings}
     config, names = context.config, context.names
     is_sharded = context.layout.shards > 1
-    with agree.on_all_ranks(context.wire, "Engine.bind", kind=RankMismatchError) as report:
+    with agreement.on_all_ranks(context.wire, "Engine.bind", kind=RankMismatchError) as report:
         kinds = [
             before[each].kind
             if each in before
-            else kind_of(each, names, sharded=is_sharded, offloaded=config.offloads, class_of=original_class)
+            else optimizer_kind(each, names, sharded=is_sharded, offloaded=config.offloads, class_of=original_class)
             for each in optimizers
         ]
         changed = [each not in before or not before[each].is_current() for each in optimizers]
         sources = [_sources_of(each, bindings, names) for each in optimizers]
         lines = [line for each, groups in zip(optimizers, sources) for line in _lines(each, groups, each in before)]
-        report.mine = (lines, changed, sources)
-    agree.same_lines([mine[0] for mine in report.everyone])
+        report.local = (lines, changed, sources)
+    agreement.check_same_lines([mine[0] for mine in report.by_rank])
     originals: list[Groups] = []
     explicit = {
         source[1]
-        for _, _, everything in report.everyone
+        for _, _, everything in report.by_rank
         for groups in everything
         for sources, _ in groups
         for source in sources
         if source[0] == "parameter"
     }
     for number, optimizer in enumerate(optimizers):
-        if optimizer in before and not any(mine[1][number] for mine in report.everyone):
+        if optimizer in before and not any(mine[1][number] for mine in report.by_rank):
             originals.append(before[optimizer].originals)
         else:
-            everywhere = [mine[2][number] for mine in report.everyone]
+            everywhere = [mine[2][number] for mine in report.by_rank]
             originals.append([_merged(each, bindings, names, explicit) for each in zip(*everywhere)])
     _check_once(optimizers, originals, names)
     _check_spans(context, originals, kinds)
@@ -124,16 +124,16 @@ def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> l
 # What groups hold -----------------------------------------------------------------------------------------------------
 
 
-def _sources_of(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[GroupSources]:
+def _sources_of(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[GroupEntries]:
     segments = {
         id(each.tensor): (number, before, each)
         for number, binding in enumerate(bindings)
         for before, group in enumerate(binding.segments)
         for each in group
     }
-    out: list[GroupSources] = []
+    out: list[GroupEntries] = []
     for at, group in enumerate(optimizer.param_groups):
-        sources: dict[Source, None] = {}
+        sources: dict[GroupEntry, None] = {}
         members: list[str] = []
         for tensor in group["params"]:
             found = segments.get(id(tensor))
@@ -150,7 +150,7 @@ def _sources_of(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], n
 
 
 def _merged(
-    ranks: Sequence[GroupSources], bindings: Sequence[Binding], names: Names, explicit: set[str]
+    ranks: Sequence[GroupEntries], bindings: Sequence[Binding], names: Names, explicit: set[str]
 ) -> list[nn.Parameter]:
     """Return the parameters of one group, from what all ranks have in it."""
     sources = dict.fromkeys(source for mine, _ in ranks for source in mine)
@@ -166,7 +166,7 @@ def _merged(
     return out
 
 
-def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[GroupSources], is_bound: bool) -> Iterator[str]:
+def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[GroupEntries], is_bound: bool) -> Iterator[str]:
     """Yield what must be the same on every rank."""
     name = type(optimizer).__name__
     yield f"{name} with {len(groups)} groups"
@@ -200,7 +200,7 @@ def _check_spans(context: Context, originals: Sequence[Groups], kinds: Sequence[
     owner = {param: kind for groups, kind in zip(originals, kinds) for params in groups for param in params}
     for span in (span for unit in context.units for span in unit.spans):
         for index, param in enumerate(span.params):
-            if owner.get(param) is Kind.MATRICES and not span.layout.is_whole:
+            if owner.get(param) is Kind.MATRICES and not span.layout.is_unsliced:
                 raise LayoutError(
                     f"{span.name_of(index)!r} joins an optimizer that needs full matrices, and its elements are partitioned "
                     "over the ranks. Give that optimizer all its parameters, frozen ones too, when zero.shard is called"
@@ -240,7 +240,7 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
     owner = {param: (each, at) for each in bindings for at, params in enumerate(each.originals) for param in params}
     kept = {segment: each for each in bindings for group in each.segments for segment in group}
     for binding in bindings:
-        binding.segments, binding.spans, binding.shares = [[] for _ in binding.originals], [], {}
+        binding.segments, binding.spans, binding.shared_spans = [[] for _ in binding.originals], [], {}
     for unit in context.units:
         for span in unit.spans:
             where = [owner.get(param) for param in span.params]
@@ -249,7 +249,9 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
             for found in owners:
                 found.spans.append(span)
                 if len(owners) > 1 or None in where:
-                    found.shares[span] = [i for i, each in enumerate(where) if each is not None and each[0] is found]
+                    found.shared_spans[span] = [
+                        i for i, each in enumerate(where) if each is not None and each[0] is found
+                    ]
             for segment in span.segments:
                 found_at = where[segment.members[0]]
                 if found_at is not None:
@@ -274,7 +276,7 @@ def _without_elements(params: Sequence[nn.Parameter]) -> Segment:
         raise LayoutError("a parameter of an optimizer is not of the sharded model")
     segment = Segment(place.span, 0, 0, [])
     segment.tensor.requires_grad_(any(param.requires_grad for param in params))
-    segment.show_flag()
+    segment.sync_requires_grad()
     return segment
 
 

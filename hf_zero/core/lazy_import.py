@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class Late(NamedTuple):
+class LazyFunction(NamedTuple):
     """Names a function.
 
     Attributes:

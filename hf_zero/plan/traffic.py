@@ -1,4 +1,4 @@
-"""Bytes that a step moves on one rank, by phase and road, and their seconds; `costs` defines the words."""
+"""Bytes that a step moves on one rank, by phase and channel, and their seconds; `costs` defines the words."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ PASSES, STEP, AFTER = "passes", "step", "after"
 """Forwards and backwards; the optimizer's step; the gathers that stages 1 and 2 wait for after it."""
 PHASES = (PASSES, STEP, AFTER)
 
-Work = dict[tuple[str, str], float]
-"""(phase, road) -> bytes. Roads: `gather` and `reduce` as sent, `down` and `up` the link, `read` and `write` the disk, and
+PhaseTraffic = dict[tuple[str, str], float]
+"""(phase, channel) -> bytes. Channels: `gather` and `reduce` (sent), `down` and `up` the link, `read` and `write` the disk, and
 `device` and `host`: what the optimizer reads and writes in these memories."""
 
 
 SEQUENCE = "sequence"
-"""The road of what attention exchanges under `sp_size`."""
+"""The channel of what attention exchanges under `sp_size`."""
 _SPEEDS = {
     "down": "link_down", "up": "link_up", "read": "disk_read", "write": "disk_write", "device": "device_bandwidth",
     "host": "host_bandwidth",
 }  # fmt: skip
-"""The field of `Machine` with the bytes per second of each road; collectives have a `Network`."""
+"""The field of `Machine` with the bytes per second of each channel; collectives have a `Network`."""
 COLLECTIVES = ("gather", "reduce", "scalar", "agree")
 LINKS = ("down", "up", "read", "write")
-ROADS = ("gather", "reduce", *LINKS)
+CHANNELS = ("gather", "reduce", *LINKS)
 """Channels whose bytes are predicted."""
 WAITS = (*COLLECTIVES, *LINKS, "optimizer")
 """Channels that training waits for; `optimizer`: the thread that steps over offloaded state."""
@@ -78,7 +78,7 @@ class Collective:
     is_all_reduce: bool = False
 
     @property
-    def road(self) -> str:
+    def channel(self) -> str:
         return "reduce" if self.kind == "across" else self.kind
 
 
@@ -114,17 +114,17 @@ def collectives_of(span: SpanLayout, setup: Setup, used: int) -> Iterator[Collec
         yield Collective(kind, PASSES, 2 * sends, (replicas - 1) * _sent_bytes(part, span, setup), replicas, stride)
 
 
-def work_of(span: SpanLayout, placement: Placement, setup: Setup, used: int) -> Work:
+def span_traffic(span: SpanLayout, placement: Placement, setup: Setup, used: int) -> PhaseTraffic:
     """Return the bytes that one span moves on this rank in a step. `used` is its unit's entry of `uses`."""
     numel = span.slice_numel
     copy, masters = numel * itemsize(span.spec.compute_dtype), numel * itemsize(span.spec.master_dtype)
     own = Tier.DEVICE if casts_master(span, placement, setup) else placement.parameters
     has_link = not setup.is_cpu  # else what arrives in host memory, or is updated there, is where it is used
-    work: Work = {}
+    traffic: PhaseTraffic = {}
 
-    def add(phase: str, road: str, nbytes: float) -> None:
+    def add(phase: str, channel: str, nbytes: float) -> None:
         if nbytes:
-            work[phase, road] = work.get((phase, road), 0) + nbytes
+            traffic[phase, channel] = traffic.get((phase, channel), 0) + nbytes
 
     if own is Tier.HOST or (own is Tier.DISK and has_link):
         add(PASSES, "up", used * copy)
@@ -132,7 +132,7 @@ def work_of(span: SpanLayout, placement: Placement, setup: Setup, used: int) -> 
         add(PASSES, "read", used * numel * stored_itemsize(span, placement, setup))
     tier = placement.optimizer
     if tier is None:
-        return work
+        return traffic
     states, _ = tensors_bytes(span, Tier.HOST, setup)
     touched = 2 * (masters + states) + (copy if is_cast(span, setup.policy) else 0)
     if tier is Tier.DEVICE:
@@ -141,13 +141,13 @@ def work_of(span: SpanLayout, placement: Placement, setup: Setup, used: int) -> 
             add(STEP, "down", copy)
         if own is Tier.DISK:
             add(STEP, "write", copy)
-        return work
+        return traffic
     arriving = copy if setup.world_size == 1 else masters
     arrivals = setup.backward_per_step if setup.world_size == 1 else setup.reduces_per_step
     gradient = numel * gradient_itemsize(span, tier, setup) or arriving
     if has_link:
         add(PASSES, "down", arrivals * arriving)
-    if span.is_whole and has_link:  # what is needed for the step comes up for it
+    if span.is_unsliced and has_link:  # what is needed for the step comes up for it
         add(STEP, "up", masters + states + gradient)
         add(STEP, "device", touched + masters)
         add(STEP, "down", masters + states)
@@ -164,7 +164,7 @@ def work_of(span: SpanLayout, placement: Placement, setup: Setup, used: int) -> 
         add(STEP, "read", gradient)
     if own is Tier.DISK and not shares_memory(span, placement, setup.policy):
         add(STEP, "write", copy)
-    return work
+    return traffic
 
 
 def _sent_bytes(numel: int, span: SpanLayout, setup: Setup) -> int:
@@ -177,39 +177,41 @@ def _is_coded(numel: int, span: SpanLayout, setup: Setup) -> bool:
     return fits(CODECS.get(setup.config.wire), numel, dtype_of(wire_dtype(span, setup)))
 
 
-def work_in_total(
+def total_traffic(
     placements: Sequence[Placement], setup: Setup, more: Iterable[Collective]
-) -> tuple[list[Collective], Work]:
+) -> tuple[list[Collective], PhaseTraffic]:
     """Return the collectives of all spans and `more`, and the bytes of these and of all spans."""
     spans = [(span, used) for unit, used in zip(setup.layout.units, uses(setup)) for span in unit.spans]
     collectives = [each for span, used in spans for each in collectives_of(span, setup, used)]
     collectives += more
-    total: Work = {}
+    total: PhaseTraffic = {}
     for each in collectives:
-        key = each.phase, each.road
+        key = each.phase, each.channel
         total[key] = total.get(key, 0) + each.count * each.nbytes
     for span, used in spans:
-        for key, value in work_of(span, placements[span.index], setup, used).items():
+        for key, value in span_traffic(span, placements[span.index], setup, used).items():
             total[key] = total.get(key, 0) + value
     return collectives, total
 
 
-def traffic_of(work: Work, collectives: Iterable[Collective]) -> dict[str, int]:
-    """Return the bytes per rank and step by road, and `across`: the part of `reduce` that goes to other replicas."""
-    moved = {road: round(sum(work.get((phase, road), 0) for phase in PHASES)) for road in (*ROADS, SEQUENCE)}
+def bytes_by_channel(traffic: PhaseTraffic, collectives: Iterable[Collective]) -> dict[str, int]:
+    """Return the bytes per rank and step by channel, and `across`: the part of `reduce` that goes to other replicas."""
+    moved = {
+        channel: round(sum(traffic.get((phase, channel), 0) for phase in PHASES)) for channel in (*CHANNELS, SEQUENCE)
+    }
     return {**moved, "across": round(sum(each.count * each.nbytes for each in collectives if each.kind == "across"))}
 
 
-def resource(road: str, machine: Machine) -> str:
+def resource(channel: str, machine: Machine) -> str:
     """Return the resource of a channel (or of `compute`): one resource is shared in turns, different ones overlap.
 
     On a CPU the processor does everything but disk transfers.
     """
-    if machine.shares_memory and road not in ("read", "write"):
+    if machine.shares_memory and channel not in ("read", "write"):
         return "processor"
-    if road in ("gather", "reduce", SEQUENCE):
+    if channel in ("gather", "reduce", SEQUENCE):
         return "collective"
-    return "optimizer" if road in ("device", "host") else road
+    return "optimizer" if channel in ("device", "host") else channel
 
 
 def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
@@ -223,7 +225,7 @@ def compute_flops(layout: Layout, tokens: int, checkpointing: bool) -> float:
 
 
 def seconds(
-    work: Work, machine: Machine, compute_s: float | None, sent_s: Mapping[tuple[str, str], float]
+    traffic: PhaseTraffic, machine: Machine, compute_s: float | None, sent_s: Mapping[tuple[str, str], float]
 ) -> dict[tuple[str, str], float | None]:
     """Return the seconds of each part of a step by itself; None if its speed is not known.
 
@@ -232,9 +234,9 @@ def seconds(
         sent_s: of collectives, from `Network.seconds`; empty if their speed is not known.
     """
     parts: dict[tuple[str, str], float | None] = {(PASSES, "compute"): compute_s} if compute_s != 0 else {}
-    for (phase, road), value in work.items():
-        rate = getattr(machine, _SPEEDS[road]) if road in _SPEEDS else None
-        parts[phase, road] = sent_s.get((phase, road), None if rate is None else value / rate)
+    for (phase, channel), value in traffic.items():
+        rate = getattr(machine, _SPEEDS[channel]) if channel in _SPEEDS else None
+        parts[phase, channel] = sent_s.get((phase, channel), None if rate is None else value / rate)
     return parts
 
 
@@ -244,11 +246,11 @@ def step_seconds(parts: Mapping[tuple[str, str], float | None], setup: Setup) ->
     This is a lower bound, with perfect overlap within a phase, as in Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 4.
     """
     busy: dict[tuple[str, str], float] = {}
-    for (phase, road), value in parts.items():
+    for (phase, channel), value in parts.items():
         if value is None:
             return None
         merged = PASSES if phase == STEP and setup.config.step_in_backward else phase
-        key = merged, resource(road, setup.machine)
+        key = merged, resource(channel, setup.machine)
         busy[key] = busy.get(key, 0) + value
     longest: dict[str, float] = {}
     for (phase, _), value in busy.items():

@@ -30,11 +30,11 @@ class SequenceGroup:
         if size > 1:
             world = cast(GroupWire, getattr(wire, "world", wire))
             ranks = range(world.size)
-            self.wire = group = world.among([ranks[first : first + size] for first in ranks[::size]])
+            self.wire = group = world.subgroup([ranks[first : first + size] for first in ranks[::size]])
             world.traffic.kinds.setdefault(KIND, Count())
             group.gather_kind = group.reduce_kind = KIND
             mine = ", ".join(map(str, ranks[world.rank - self.index :][:size]))
-            world.watch.among[KIND] = f" within the group of one sequence (ranks {mine})"
+            world.watch.groups[KIND] = f" within the group of one sequence (ranks {mine})"
             world.watch.units[TAG] = "attention"
 
     def swap(self, tensors: tuple[Tensor, ...], split: int, joined: int) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ class SequenceGroup:
         parts = [tensor.unflatten(split, (self.size, -1)).movedim(split, 0) for tensor in tensors]
         sent = torch.cat([part.flatten(1) for part in parts], 1)
         landing = torch.empty_like(sent)
-        cast(GroupWire, self.wire).swap(sent.view(-1), landing.view(-1), TAG).close()
+        cast(GroupWire, self.wire).all_to_all(sent.view(-1), landing.view(-1), TAG).close()
         arrived = landing.split([part[0].numel() for part in parts], 1)
         return tuple(
             each.reshape(part.shape).movedim(0, joined).flatten(joined, joined + 1)
@@ -53,7 +53,7 @@ class SequenceGroup:
         )
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """`SequenceGroup.swap` with gradients of any order: the backward swaps the other way."""
 
     @staticmethod
@@ -63,14 +63,14 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *Exchange.apply(*ctx.arguments, *gradients)
+        return None, None, None, *AllToAll.apply(*ctx.arguments, *gradients)
 
 
-def exchange(group: SequenceGroup, split: int, joined: int, *tensors: Tensor) -> list[Tensor]:
+def all_to_all(group: SequenceGroup, split: int, joined: int, *tensors: Tensor) -> list[Tensor]:
     """Return `tensors` after `SequenceGroup.swap`; those of one dtype travel together."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         which = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        swapped = Exchange.apply(group, split, joined, *(tensors[number] for number in which))
+        swapped = AllToAll.apply(group, split, joined, *(tensors[number] for number in which))
         found.update(zip(which, swapped))
     return [found[number] for number in range(len(tensors))]

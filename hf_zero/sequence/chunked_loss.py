@@ -1,7 +1,7 @@
 """The language-model loss in chunks of tokens: logits of sequence x vocabulary never exist.
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009), describe the memory; here chunks are
-computed in the forward and again in the backward. The head returns `Logits`, which know the hidden states and what the model
+computed in the forward and again in the backward. The head returns `LazyLogits`: they know the hidden states and what the model
 does to logits element by element (a cap, a scale, a cast). Their cross entropy is computed in chunks. Any other operation
 computes them whole, as the stock head does.
 """
@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..compat.copies import is_ours
 from ..config import ZeroConfig
-from ..core.instance import replaced
+from ..core.patching import patched
 from ..engine.engine import Engine
 from ..engine.graph import backward_id
 from ..engine.observer import Observer
 from ..errors import ConfigError, StateError
-from ..plan.outline import LOSS_BYTES, chunk_tokens
+from ..plan.activations import LOSS_BYTES, chunk_tokens
 
 Step = Callable[[Tensor], Tensor]
 
@@ -50,7 +50,7 @@ _SHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 
 
 @dataclass(eq=False)
-class Source:
+class LogitsSource:
     """Origin of logits.
 
     Attributes:
@@ -64,7 +64,7 @@ class Source:
     number: int
 
 
-class Logits(Tensor):
+class LazyLogits(Tensor):
     """Logits of a head that are computed when something needs them.
 
     Attributes:
@@ -75,16 +75,16 @@ class Logits(Tensor):
         has_graph: whether they were computed with gradients enabled.
     """
 
-    source: Source
+    source: LogitsSource
     hidden: Tensor
     steps: tuple[Step, ...]
     value: Tensor | None
     has_graph: bool
 
     @staticmethod
-    def of(source: Source, hidden: Tensor, steps: tuple[Step, ...], dtype: torch.dtype) -> Logits:
+    def of(source: LogitsSource, hidden: Tensor, steps: tuple[Step, ...], dtype: torch.dtype) -> LazyLogits:
         shape = (*hidden.shape[:-1], source.head.out_features)
-        made: Logits = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=hidden.device)
+        made: LazyLogits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=hidden.device)
         made.source, made.hidden, made.steps, made.value, made.has_graph = source, hidden, steps, None, False
         return made
 
@@ -95,7 +95,7 @@ class Logits(Tensor):
         with nullcontext() if func is F.cross_entropy else torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
-            found = _lazily(func, args, kwargs)
+            found = _apply_lazily(func, args, kwargs)
             if found is not None:
                 return found
         name = getattr(func, "__name__", str(func))
@@ -103,31 +103,31 @@ class Logits(Tensor):
             raise ConfigError(
                 f"{name}() waits for the gradient of logits, which chunked_loss does not compute. Leave chunked_loss out"
             )
-        args, kwargs = tree_map_only(Logits, partial(_value_of, name), (args, kwargs))
+        args, kwargs = tree_map_only(LazyLogits, partial(_value_of, name), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(Logits, partial(_value_of, str(func)), (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, partial(_value_of, str(func)), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _value_of(name: str, logits: Logits) -> Tensor:
+def _value_of(name: str, logits: LazyLogits) -> Tensor:
     return logits.source.loss.value_of(logits, name)
 
 
-def _lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _apply_lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Return what `func` makes of logits without computing them; None if it needs them."""
     logits = args[0] if args else kwargs.get("input")
-    if not isinstance(logits, Logits) or logits.value is not None:
+    if not isinstance(logits, LazyLogits) or logits.value is not None:
         return None
     rest = args[1:]
     if func in _SUMS and len(rest) == 1 and not kwargs and _is_row(rest[0], logits):
         row = rest[0].flatten()
         steps = (*logits.steps, lambda values: values + row)
-        return _again(logits, logits.hidden, steps, torch.promote_types(logits.dtype, row.dtype))
+        return _derive(logits, logits.hidden, steps, torch.promote_types(logits.dtype, row.dtype))
     if func is F.cross_entropy:
         return logits.source.loss.cross_entropy(
             logits, *rest, **{key: each for key, each in kwargs.items() if key != "input"}
@@ -142,32 +142,32 @@ def _lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         if not isinstance(result, Tensor) or result.device != logits.device:
             return None
         steps = (*logits.steps, lambda values: func(values, *rest, **kwargs))
-        return _again(logits, hidden, steps, result.dtype)
+        return _derive(logits, hidden, steps, result.dtype)
     if func in _SHAPES and not kwargs:
         shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
         if all(isinstance(each, int) for each in shape) and shape[-1] == logits.shape[-1]:
-            return _again(logits, hidden.reshape(*shape[:-1], width))
+            return _derive(logits, hidden.reshape(*shape[:-1], width))
     if func is Tensor.__getitem__ and not kwargs:
         wanted = torch.empty(logits.shape, device="meta")[rest[0]]
         # A view with the whole vocabulary. Numbers of words would be no indices of the hidden states.
         if wanted._base is not None and wanted.dim() and (wanted.shape[-1], wanted.stride(-1)) == (logits.shape[-1], 1):
             part = hidden[rest[0]]
-            return _again(logits, part) if part.shape[-1] == width else None
+            return _derive(logits, part) if part.shape[-1] == width else None
     return None
 
 
-def _is_row(value: Any, logits: Logits) -> bool:
+def _is_row(value: Any, logits: LazyLogits) -> bool:
     """Return True for a constant of the vocabulary, such as the bias of BART's logits."""
     if not isinstance(value, Tensor) or value.requires_grad or not value.dim():
         return False
     return value.numel() == value.shape[-1] == logits.shape[-1]
 
 
-def _again(logits: Logits, hidden: Tensor, steps: tuple[Step, ...] | None = None, dtype: Any = None) -> Logits:
-    return Logits.of(logits.source, hidden, logits.steps if steps is None else steps, dtype or logits.dtype)
+def _derive(logits: LazyLogits, hidden: Tensor, steps: tuple[Step, ...] | None = None, dtype: Any = None) -> LazyLogits:
+    return LazyLogits.of(logits.source, hidden, logits.steps if steps is None else steps, dtype or logits.dtype)
 
 
-class Chunks(torch.autograd.Function):
+class ChunkedCrossEntropy(torch.autograd.Function):
     """The loss of each token, from hidden states and the head's weight. The backward computes the logits again."""
 
     @staticmethod
@@ -223,13 +223,15 @@ class Chunks(torch.autograd.Function):
 
 
 def _in_chunks(*args: Any) -> Tensor:
-    """Return `Chunks` of parameters that may be released: of a head whose parent's hooks gathered it, and have ended."""
-    found: Tensor = handle_torch_function(_in_chunks, args, *args) if has_torch_function(args) else Chunks.apply(*args)
+    """Apply `ChunkedCrossEntropy` to parameters that may be released: the parent's hooks that gathered them have ended."""
+    found: Tensor = (
+        handle_torch_function(_in_chunks, args, *args) if has_torch_function(args) else ChunkedCrossEntropy.apply(*args)
+    )
     return found
 
 
 class ChunkedLoss(Observer):
-    """Lets heads of language models return `Logits` in forwards with labels."""
+    """Lets heads of language models return `LazyLogits` in forwards with labels."""
 
     def __init__(self, config: ZeroConfig) -> None:
         self._mode = config.chunked_loss
@@ -308,9 +310,9 @@ class ChunkedLoss(Observer):
             )
         state = _autocast_of(hidden)
         dtype = state[1] if state[2] else torch.promote_types(hidden.dtype, head.weight.dtype)
-        return Logits.of(Source(self, head, state, self._number), hidden, (), dtype)
+        return LazyLogits.of(LogitsSource(self, head, state, self._number), hidden, (), dtype)
 
-    def value_of(self, logits: Logits, name: str) -> Tensor:
+    def value_of(self, logits: LazyLogits, name: str) -> Tensor:
         """Return the logits, computed as the stock head does; at stage 3 a collective.
 
         Raises:
@@ -339,7 +341,7 @@ class ChunkedLoss(Observer):
 
     def cross_entropy(
         self,
-        logits: Logits,
+        logits: LazyLogits,
         target: Tensor,
         weight: Tensor | None = None,
         size_average: Any = None,
@@ -374,7 +376,7 @@ class ChunkedLoss(Observer):
             size = chunk_tokens(head.out_features)
             return _in_chunks(*given, target.to(hidden.device), losses, size)
 
-        with replaced([(head, "forward", forward)]):  # the engine's hooks around it gather the weight
+        with patched([(head, "forward", forward)]):  # the engine's hooks around it gather the weight
             found: Tensor = head._call_impl(logits.hidden)
         self._is_chunked = True
         if reduction == "none":

@@ -24,7 +24,7 @@ _NOT_RESTORED = (ModuleType, torch.optim.Optimizer, Tensor)
 _NOT_COPIED = frozenset({"state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
 
 
-class Twin:
+class OptimizerCopy:
     """Steps of an optimizer, with the hyperparameters that it has when this is made.
 
     Args:
@@ -34,10 +34,10 @@ class Twin:
     def __init__(self, optimizer: torch.optim.Optimizer, *, fuse: bool) -> None:
         self._step = bare_step(type(optimizer))
         self._options = [_options(group, fuse) for group in optimizer.param_groups]
-        self._twin: Any = copy_of(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
+        self._clone: Any = copy_optimizer(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
         # Numbers that a step of the optimizer changes: every block must find them as they were before the step.
         # In host memory: what a loss scaler gives a fused step is copied there by torch without waiting.
-        self._counts = {key: in_host(value) for key, value in written_by_steps(self._twin).items()}
+        self._counts = {key: to_host(value) for key, value in mutable_attributes(self._clone).items()}
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         self.kernels = [None if is_scaled else _adam(type(optimizer), options) for options in self._options]
         """By group, the one function that a step with state ends in; None: only `step` does it."""
@@ -48,23 +48,23 @@ class Twin:
     @property
     def option_names(self) -> set[str]:
         """The options of the group that was stepped last: a step may add some."""
-        return set(self._twin.param_groups[0])
+        return set(self._clone.param_groups[0])
 
     def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update `master` in place. Returns the state; its tensors are those of `state` where these existed."""
         param = nn.Parameter(master, requires_grad=True)
         param.grad = grad
-        twin = self._twin
-        twin.__dict__.update({key: copied(value) for key, value in self._counts.items()})
-        options = {key: copied(value) for key, value in self._options[group].items()}
+        clone = self._clone
+        clone.__dict__.update({key: copy_value(value) for key, value in self._counts.items()})
+        options = {key: copy_value(value) for key, value in self._options[group].items()}
         if master.is_complex() and options.get("fused"):
             options["fused"] = False  # no such kernel
-        twin.param_groups = [{**options, "params": [param]}]
-        twin.state.clear()
+        clone.param_groups = [{**options, "params": [param]}]
+        clone.state.clear()
         if state:
-            twin.state[param] = state
-        self._step(twin)
-        found: dict[str, Any] = twin.state.get(param, {})
+            clone.state[param] = state
+        self._step(clone)
+        found: dict[str, Any] = clone.state.get(param, {})
         if master.numel() and param.data_ptr() != master.data_ptr():  # the optimizer assigned `param.data`
             memory = master.untyped_storage().data_ptr()
             for name, value in found.items():  # and may have kept the former memory
@@ -74,7 +74,7 @@ class Twin:
         return found
 
 
-def written_by_steps(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def mutable_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the attributes that a step may write to, besides groups and state."""
     kinds = (int, float, Tensor, torch.Generator, dict, list, deque, set)
     skipped = {*_NOT_COPIED, "defaults"}
@@ -112,14 +112,16 @@ def is_elementwise(name: str, value: Any, numel: int) -> bool:
     return name != "step" and isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
 
 
-def copy_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def copy_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and attributes over these groups, without state and hooks.
 
     Tensors among attributes and options are copied: steps may write to them.
     """
-    groups = [{key: value if key == "params" else copied(value) for key, value in group.items()} for group in groups]
+    groups = [
+        {key: value if key == "params" else copy_value(value) for key, value in group.items()} for group in groups
+    ]
     made: Any = object.__new__(type(optimizer))
-    made.__dict__.update({key: copied(value) for key, value in _attributes(optimizer).items()})
+    made.__dict__.update({key: copy_value(value) for key, value in _attributes(optimizer).items()})
     torch.optim.Optimizer.__init__(made, groups, dict(optimizer.defaults))
     return cast(torch.optim.Optimizer, made)
 
@@ -129,7 +131,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Return a copy of what a step may write to: a tensor, where it is, a generator or a container. Else the value itself."""
     match value:
         case Tensor():
@@ -138,12 +140,12 @@ def copied(value: Any) -> Any:
             return value.clone_state()
         case dict():
             table = copy(value)
-            table.update({key: copied(item) for key, item in value.items()})
+            table.update({key: copy_value(item) for key, item in value.items()})
             return table
         case list() | deque():
             items = copy(value)
             for index, item in enumerate(value):
-                items[index] = copied(item)
+                items[index] = copy_value(item)
             return items
         case set():
             return copy(value)
@@ -165,7 +167,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
     # Copies: a scheduler may write to a tensor while the step runs.
-    options = {key: in_host(value) for key, value in options_of(group).items()}
+    options = {key: to_host(value) for key, value in options_of(group).items()}
     if options.get("capturable"):
         options["capturable"] = False  # CUDA graphs have no host memory
     if fuse and "fused" in options and options["fused"] is None and not options.get("foreach"):
@@ -173,9 +175,9 @@ def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
     return options
 
 
-def in_host(value: Any) -> Any:
-    """Return a copy as `copied`, of a tensor in host memory."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copied(value)
+def to_host(value: Any) -> Any:
+    """Return a copy as `copy_value`, of a tensor in host memory."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy_value(value)
 
 
 def _adam(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Kernel | None:

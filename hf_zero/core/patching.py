@@ -14,7 +14,7 @@ _MISSING: Any = object()
 Attributes = list[tuple[Any, str, Any]]
 
 
-class Replaced:
+class PatchedMethod:
     """A method of one instance. A copy of the instance calls its class's method."""
 
     def __init__(self, target: Any, name: str, method: Callable[..., Any], stock: Any) -> None:
@@ -33,12 +33,12 @@ class Replaced:
             return self._method(*args, **kwargs)
         return getattr(type(instance), self._name)(instance, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replaced:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedMethod:
         return self
 
 
 class Patches:
-    """Methods of instances that were replaced, until `take_off` restores them."""
+    """Methods of instances that were replaced, until `restore` restores them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -54,10 +54,10 @@ class Patches:
         own = target.__dict__
         before = own.get(name, _MISSING)
         stock = getattr(target, name, _nothing)
-        own[name] = MethodType(Replaced(target, name, make(stock), stock), target)
+        own[name] = MethodType(PatchedMethod(target, name, make(stock), stock), target)
         self._undo.append(partial(_put_back, own, name, own[name], before))
 
-    def take_off(self) -> None:
+    def restore(self) -> None:
         while self._undo:
             self._undo.pop()()
 
@@ -77,7 +77,7 @@ def _put_back(own: dict[str, Any], name: str, method: Any, before: Any) -> None:
 
 
 @contextmanager
-def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def patched(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes of modules, classes or single instances inside; restore them afterwards.
 
     Args:

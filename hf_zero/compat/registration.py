@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from ..core.instance import Patches
+from ..core.patching import Patches
 from ..engine.engine import Engine
 from ..engine.observer import Observer
 from ..engine.parameter import Place, place_of
@@ -34,7 +34,7 @@ Known = Mapping[str, nn.Parameter]
 """The parameters that a module had when its model was sharded."""
 
 
-class Replaced(Observer):
+class Registration(Observer):
     """Follows what is registered in the modules of one model."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Replaced(Observer):
         modules = [*model.modules()]  # first: listing modules may register parameters again
         self._known = {module: {n: p for n, p in module._parameters.items() if p is not None} for module in modules}
         # Hooks of all modules of the process: they do not hold the engine.
-        self._handles = [register_module_parameter_registration_hook(_Hook(self, Replaced._set_parameter))]
+        self._handles = [register_module_parameter_registration_hook(_Hook(self, Registration._set_parameter))]
         for module in modules:
             if hasattr(module, "_restore_weights"):  # PEFT calls it in `named_modules`, also on one rank alone
                 inside = {each: self._known[each] for each in nn.Module.modules(module) if self._known.get(each)}
@@ -58,7 +58,7 @@ class Replaced(Observer):
                 group["params"] = [p if p in params else frozen.get(_memory(p), p) for p in group["params"]]
 
     def attach(self, engine: Engine) -> None:
-        self._handles.append(register_module_module_registration_hook(_Hook(self, Replaced._set_module)))
+        self._handles.append(register_module_module_registration_hook(_Hook(self, Registration._set_module)))
         for handle in self._handles:
             _remove_hooks_of_freed_engines(handle)
 
@@ -66,7 +66,7 @@ class Replaced(Observer):
         self.detach()
 
     def detach(self) -> None:
-        self._patches.take_off()
+        self._patches.restore()
         for handle in self._handles:
             handle.remove()
 
@@ -99,7 +99,7 @@ class _Hook:
     Must not be removed when the engine is freed: torch may be iterating over its hooks, whose dict must not change then.
     """
 
-    def __init__(self, observer: Replaced, method: Callable[..., Any]) -> None:
+    def __init__(self, observer: Registration, method: Callable[..., Any]) -> None:
         self.observer, self._method = weakref.ref(observer), method
 
     def __call__(self, module: nn.Module, name: str, value: Any) -> Any:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.held_signals import HeldSignals
-from ..core.instance import Patches
+from ..core.patching import Patches
 from ..errors import StateError
 from ..tiers.fingerprint import sample
-from .groups import rebind
-from .optimizer import Binding
+from .binding import Binding
 from .optimizer_dict import load_state_dict, state_dict
+from .param_groups import rebind
 from .parameter import raw_data
 from .segments import Segment
 from .step import StepWrapper
@@ -66,7 +66,7 @@ class BoundOptimizers:
 
     def detach(self) -> None:
         """Give the optimizers their own methods back."""
-        self._patches.take_off()
+        self._patches.restore()
         for wrapper in self._wrappers.values():
             wrapper.remove()
         self._wrappers.clear()
@@ -210,11 +210,11 @@ class BoundOptimizers:
         if engine.stepper is not None:
             engine.stepper.begin(binding)
         engine.refresh(binding.spans)
-        if not self._context.frees:
+        if not self._context.reshards:
             self._context.raise_failures("optimizer.step()")
         self._context.wire.watch.step += 1
         self._context.wire.watch.phase = "what follows the step"
-        engine.schedule.stepped()
+        engine.schedule.end_step()
         self.mark_versions()
         self._read.clear()
         for event in engine.events.after_step:
@@ -258,14 +258,14 @@ class BoundOptimizers:
 
     def follow_writes(self) -> None:
         """Carry what user code wrote to tensors of the groups to the parameters. A collective where it wrote."""
-        if any(map(attrgetter("is_apart"), self._context.units)):
+        if any(map(attrgetter("ignores_writes"), self._context.units)):
             return  # `GatheredParameters` shows values that are not in the masters yet
         tensors, versions = self._current()
         is_counted = versions != self._versions
         if is_counted:  # not by a split alone: a segment that was split in two here may be one on another rank
             is_counted = self._are_later(tensors, versions)
         is_uncounted = not is_counted and self._has_uncounted_writes()
-        if is_uncounted and self._context.layout.shards > 1 and not self._context.frees:
+        if is_uncounted and self._context.layout.shards > 1 and not self._context.reshards:
             raise StateError(
                 "the optimizer's tensors were written through `.data` since the last step. No version counts such writes, so "
                 "the ranks cannot agree to gather them. Write the tensors themselves under torch.no_grad(), or call "
@@ -278,8 +278,8 @@ class BoundOptimizers:
         else:
             self._known, self._versions = tensors, versions
 
-    def beside_written(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return parameters as `Engine.beside_written` does."""
+    def with_group_writes(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return parameters as `Engine.with_group_writes` does."""
         if self._current()[1] == self._versions and not self._were_moved():  # as nearly always
             return []
         written: set[nn.Parameter] = set()

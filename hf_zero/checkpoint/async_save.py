@@ -14,43 +14,45 @@ from torch import Tensor
 from ..comm.inflight import Call
 from ..comm.wire import Wire
 from ..errors import CheckpointError, ZeroError
-from .save import Saving
+from .save import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
 
-class Saves:
+class AsyncSaves:
     """The saves of one engine that are written behind training."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._side: Wire | None = None
-        self._slab: Tensor | None = None  # host memory of the copies, used again
+        self._background_wire: Wire | None = None
+        self._buffer: Tensor | None = None  # host memory of the copies, used again
         self._target = ""
         self._running: Call | None = None
-        self._then: Callable[[], None] | None = None
+        self._on_complete: Callable[[], None] | None = None
 
-    def side_wire(self) -> Wire:
+    def background_wire(self) -> Wire:
         """Return the wire for a thread that communicates while training continues. A collective the first time."""
-        if self._side is None:
-            self._side = self._wire.side()
-        return self._side
+        if self._background_wire is None:
+            self._background_wire = self._wire.background_wire()
+        return self._background_wire
 
-    def commit(self, saving: Saving, *, behind: bool, then: Callable[[], None] | None = None) -> None:
+    def commit(
+        self, saving: CheckpointWriter, *, in_background: bool, on_complete: Callable[[], None] | None = None
+    ) -> None:
         """Commit a save that has all its parts. A collective.
 
         Args:
-            behind: copy its values, and write them in a thread.
-            then: called on every rank when it is complete; of a save behind, by `wait`.
+            in_background: copy its values, and write them in a thread.
+            on_complete: called on every rank when it is complete; of a save in the background, by `wait`.
         """
-        if not behind:
+        if not in_background:
             saving.commit()
-            if then is not None:
-                then()
+            if on_complete is not None:
+                on_complete()
             return
-        self.wait()  # the save before still reads the slab, and communicates over the side wire
-        self._slab = saving.freeze(self.side_wire(), self._slab)
-        self._target, self._then = str(saving.target), then
+        self.wait()  # the save before still reads the buffer, and communicates over the background wire
+        self._buffer = saving.snapshot(self.background_wire(), self._buffer)
+        self._target, self._on_complete = str(saving.target), on_complete
         running = Call(saving.commit)
         # Not a daemon: the interpreter waits for it at exit, and `_at_exit` then reports.
         Thread(target=running.run, name=f"hf_zero save {self._target}", daemon=False).start()
@@ -65,7 +67,7 @@ class Saves:
         """
         if self._running is None:
             return
-        with self._wire.watch.doing(f"waiting for the save to {self._target}"):
+        with self._wire.watch.operation(f"waiting for the save to {self._target}"):
             self._running.ended.wait()
         failure = self._running.error
         self._running = None
@@ -74,12 +76,12 @@ class Saves:
             if isinstance(failure, ZeroError):
                 raise failure
             raise CheckpointError(f"the save to {self._target}, written behind, failed: {failure}") from failure
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        on_complete, self._on_complete = self._on_complete, None
+        if on_complete is not None:
+            on_complete()
 
 
-_UNREPORTED: list[Saves] = []
+_UNREPORTED: list[AsyncSaves] = []
 """Engines whose last save was not waited for: the process must not end as if it had succeeded."""
 
 
@@ -87,7 +89,7 @@ _UNREPORTED: list[Saves] = []
 def _at_exit() -> None:
     failed = False
     for saves in list(_UNREPORTED):
-        saves._then = None  # it would communicate
+        saves._on_complete = None  # it would communicate
         try:
             saves.wait()
         except ZeroError as error:

@@ -1,7 +1,7 @@
 """Entries of a state dict that are copies of parameters.
 
 In PyTorch `model.state_dict()["x"].copy_(v)` writes the parameter. A copy would take that write and lose it, so a write to an
-`Entry` raises. Entries without values (meta tensors, on ranks without enough memory) raise where values are read.
+`StateDictEntry` raises. Entries without values (meta tensors, on ranks without enough memory) raise where values are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import StateError
 _MOVES = frozenset({"cpu", "to"})
 
 
-class Entry(Tensor):
+class StateDictEntry(Tensor):
     """A copy of a parameter's values, or a meta tensor of its shape and dtype. Views of an entry are entries, too.
 
     Attributes:
@@ -37,7 +37,7 @@ class Entry(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            mine = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Entry)]
+            mine = [each for each in tree_leaves((args, kwargs)) if isinstance(each, StateDictEntry)]
             name = getattr(func, "__name__", str(func))
             if name == "detach" and not mine[0].requires_grad:
                 return mine[0]  # tied parameters stay one object
@@ -58,17 +58,17 @@ class Entry(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a tensor of the caller's own, which can be written; without values it stays an entry."""
-        return entry(torch.empty_like(self)) if self.is_meta else copy.deepcopy(_plain(self), memo)
+        return state_dict_entry(torch.empty_like(self)) if self.is_meta else copy.deepcopy(_plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain tensor."""
         return _plain(self).__reduce_ex__(protocol)
 
 
-def entry(values: Tensor, *, is_moved: bool = False) -> Entry:
+def state_dict_entry(values: Tensor, *, is_moved: bool = False) -> StateDictEntry:
     """Return an entry over the memory of `values`, or over a meta tensor."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = values.as_subclass(Entry)
+        made = values.as_subclass(StateDictEntry)
     made.is_moved = is_moved
     return made
 
@@ -90,7 +90,7 @@ def with_own_storage(view: Tensor) -> Tensor:
 class _Guard(TorchDispatchMode):
     """Refuse operations that write to the memory of these entries, however they are called."""
 
-    def __init__(self, name: str, entries: Sequence[Entry]) -> None:
+    def __init__(self, name: str, entries: Sequence[StateDictEntry]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name, self._entries = name, entries
 
@@ -125,20 +125,20 @@ def _memory(value: Tensor) -> int | None:
     return value.untyped_storage()._cdata if value.layout == torch.strided else None
 
 
-def _shares(value: Tensor, entries: Iterable[Entry]) -> bool:
+def _shares(value: Tensor, entries: Iterable[StateDictEntry]) -> bool:
     memory = _memory(value)
     return any(memory == _memory(each) for each in entries)
 
 
-def _marked(made: Tensor, mine: Sequence[Entry]) -> Tensor:
+def _marked(made: Tensor, mine: Sequence[StateDictEntry]) -> Tensor:
     """Make a view of an entry an entry; so, too, a meta tensor that was computed from one."""
     of = next((each for each in mine if _shares(made, (each,))), None)
     if of is not None:
-        return entry(made, is_moved=of.is_moved)
-    return entry(made) if made.is_meta else made
+        return state_dict_entry(made, is_moved=of.is_moved)
+    return state_dict_entry(made) if made.is_meta else made
 
 
-def _refuse_without_values(name: str, mine: Sequence[Entry], error: Exception) -> NoReturn:
+def _refuse_without_values(name: str, mine: Sequence[StateDictEntry], error: Exception) -> NoReturn:
     shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in mine)
     raise StateError(
         f"{name}() needs values of state_dict(): every rank but 0 has its shape and type alone ({shapes}), because its host "

@@ -22,7 +22,7 @@ _KINDS = {
 }
 
 
-def kind_of(name: str) -> str | None:
+def weight_kind(name: str) -> str | None:
     """Return the kind of a weight file; None for any other file."""
     last = PurePosixPath(name).name
     return next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(last)), None)
@@ -40,12 +40,12 @@ def stale_weights(present: Iterable[str], new: Collection[str]) -> tuple[list[st
     """
     kinds: dict[PurePosixPath, set[str]] = {}
     for name in new:
-        kind = kind_of(name)
+        kind = weight_kind(name)
         if kind is not None:
             kinds.setdefault(PurePosixPath(name).parent, set()).add(kind)
     same, other = [], {}
     for name in sorted(set(present) - set(new)):
-        kind, written = kind_of(name), kinds.get(PurePosixPath(name).parent)
+        kind, written = weight_kind(name), kinds.get(PurePosixPath(name).parent)
         if kind is None or written is None:
             continue
         if kind in written:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.weights import names_of, persistent_buffers
-from ..core.instance import Attributes
+from ..core.patching import Attributes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
     TrainerBase = Trainer
 else:
     AcceleratorBase = TrainerBase = object
-"""Bases of mixins (`put_in_front`) for type checkers only."""
+"""Bases of mixins (`with_mixin`) for type checkers only."""
 
 
-def serving(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
+def patched_state_dict(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
     """Let `state_dict()` of the model and its modules return `state`, for `replaced`: one rank alone may write.
 
     `state_dict()` of a sharded model is a collective, and library code calls it on the writing rank only.
     """
     return [
-        (module, "state_dict", _server(state, f"{name}." if name else "")) for name, module in model.named_modules()
+        (module, "state_dict", _state_dict_returning(state, f"{name}." if name else ""))
+        for name, module in model.named_modules()
     ]
 
 
-def _server(state: Mapping[str, Any], inside: str) -> Callable[..., dict[str, Any]]:
+def _state_dict_returning(state: Mapping[str, Any], inside: str) -> Callable[..., dict[str, Any]]:
     def state_dict(
         *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _server(state: Mapping[str, Any], inside: str) -> Callable[..., dict[str, An
     return state_dict
 
 
-def own_types(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Attributes:
+def patched_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Attributes:
     """Show parameters in the dtype that the file has, for `replaced`: config.json gets the first one's dtype.
 
     A parameter may be gathered in the compute dtype at this moment.
@@ -75,7 +76,7 @@ def is_pretrained(module: nn.Module) -> bool:
     return known is not None and isinstance(module, known.PreTrainedModel)
 
 
-def put_in_front(mixin: type[Any], cls: type[Any]) -> type[Any]:
+def with_mixin(mixin: type[Any], cls: type[Any]) -> type[Any]:
     """Return the subclass `Zero<cls>` of `mixin` and `cls`, one for each pair; `cls` itself if it has the mixin."""
     if issubclass(cls, mixin):
         return cls
@@ -85,7 +86,7 @@ def put_in_front(mixin: type[Any], cls: type[Any]) -> type[Any]:
     return type(f"Zero{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__, "_zero_is_made": True})
 
 
-def stand_in_state(model: nn.Module) -> dict[str, Tensor]:
+def meta_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return `model.state_dict()` with every tensor on the meta device, without communication."""
     values = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model).items())
     return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values}
