@@ -1,6 +1,6 @@
-"""Unusual programs made right, one kind of program per file. Each attaches to the engine through `Observer` alone.
+"""Support for unusual user programs, one kind of program per file. Each file attaches to the engine only as an `Observer`.
 
-Delete a file and its line in `observers`, and exactly the programs of its kind stop working.
+If a file and its line in `observers` are deleted, only programs of its kind stop working.
 """
 
 from __future__ import annotations

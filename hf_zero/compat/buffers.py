@@ -1,13 +1,13 @@
-"""Buffers follow rank 0 as under DistributedDataParallel, but only those that change.
+"""Broadcasts rank 0's buffers as DistributedDataParallel does, but only those that differ between ranks.
 
-DDP sends all buffers of rank 0 before a forward, if the forward before that one built a graph outside `no_sync`. A buffer
-that all ranks change alike needs no message. So each rank keeps a sum of digests of its buffers, which the ranks compare at
-the end of each backward that reduces. Where the sums differ, the ranks exchange digests, and the buffers that differ are
-`live` from then on: rank 0's values are sent before forwards, all in one message. Batch norms are live from the start.
+DDP sends all buffers of rank 0 before a forward, if the previous forward built a graph outside `no_sync`. A buffer that all
+ranks change alike needs no message. So each rank keeps a sum of digests of its buffers, which the ranks compare at the end of
+each backward that reduces. If the sums differ, the ranks exchange digests, and the buffers that differ are `live` from then
+on: rank 0's values are sent before forwards, all in one message. Batch norms are live from the start.
 
-Digests are taken of buffers that were written. Torch counts no writes through `buffer.data`, nor those of quantization
-observers: backwards 1, 2, 4, … and every 64th take the digests of all buffers. The second write makes a buffer live even
-where the ranks write alike, because a digest waits for the device.
+Digests are computed of buffers that were written. Torch does not count writes through `buffer.data` or by quantization
+observers, so backwards 1, 2, 4, … and every 64th compute the digests of all buffers. The second write makes a buffer live
+even if ranks write alike, because a digest waits for the device.
 
 A forward without gradients at stages 0 to 2, and any forward inside `zero.unsharded`, may run on one rank alone. It takes
 rank 0's values from a message that was sent at the end of the last backward, or when the context began.
@@ -33,7 +33,7 @@ from ..tiers.fingerprint import fingerprint
 Signature = tuple[tuple[int, ...], str]
 """Shape and dtype."""
 Fingerprints = dict[str, tuple[Signature, list[int]]]
-"""Names, each with a sign and a digest."""
+"""The signature and a digest of each buffer, under its name."""
 _ALIGN = 16
 """The bytes of every buffer in a message begin at a multiple of this."""
 _EVERY = 64
@@ -46,7 +46,7 @@ class Buffers(Observer):
     def attach(self, engine: Engine) -> None:
         self._engine, self._context, self._wire = engine, engine.context, engine.context.wire
         self._model = engine.model
-        # Dicts, not tensors: user code assigns buffers, and creates them in the first forward.
+        # Dicts, not tensors: user code replaces buffers, and creates them in the first forward.
         self._dicts = [module._buffers for module in self._model.modules()]
         self._live: dict[str, Signature] = {}
         """In the order of their messages; the same on every rank."""
@@ -54,16 +54,16 @@ class Buffers(Observer):
         self._skipped: set[tuple[int, str]] = set()
         """Places of live buffers."""
         self._own: set[str] = set()
-        """Buffers that have another shape or dtype on some rank: each rank keeps its own."""
+        """Buffers whose shape or dtype differs between ranks: each rank keeps its own."""
         self._fingerprints: Fingerprints = {}
         self._sum = 0
         self._written: set[str] = set()
-        """Written once, by all ranks alike."""
+        """Buffers that were written once, by all ranks alike."""
         self._next: set[str] = set()
-        """To become live when the ranks have compared their sums."""
+        """Buffers that become live once the ranks have compared their sums."""
         self._backwards = 0
         self._is_due = True
-        """The next forward of all ranks sends; the same on every rank."""
+        """Rank 0 sends before the next forward that all ranks run; the same on every rank."""
         self._takes = True
         """The last forward of this rank built a graph outside `no_sync`: the next one has rank 0's values."""
         self._ready: tuple[Tensor, list[tuple[Tensor | None, int]]] | None = None
@@ -133,7 +133,7 @@ class Buffers(Observer):
     # What changes -----------------------------------------------------------------------------------------------------
 
     def _versions(self) -> list[tuple[Tensor, int]]:
-        """Return every buffer that is not live, with its version. Makes no call for each."""
+        """Return every buffer that is not live, with its version, without a Python call per buffer."""
         skipped = self._skipped
         return [
             (buffer, -1 if buffer.is_inference() else buffer._version)
@@ -152,7 +152,7 @@ class Buffers(Observer):
             for (of, key), (name, sign) in zip(self._slots, self._live.items())
             if (buffer := of.get(key)) is not None and _signature(buffer) != sign
         ]
-        if reshaped:  # live again with the new sign, once the ranks have compared it
+        if reshaped:  # live again with the new signature, once the ranks have compared it
             self._make_live((), {}, without=reshaped)
             self._written.update(reshaped)
         now, seen = self._versions(), self._seen
@@ -162,15 +162,15 @@ class Buffers(Observer):
             self._seen = now
         elif not self._backwards & (self._backwards - 1) or self._backwards % _EVERY == 0:
             self._compare(set())
-        # With `_next`: one rank may have found twice what others never found, with equal values.
+        # Must include `_next`: one rank may have found a second write that others have not, with equal values.
         mark = self._sum if not self._next else (self._sum + zlib.crc32(repr(sorted(self._next)).encode())) & _MOST
         return [mark, _MOST - mark]
 
     def _compare(self, written: set[int]) -> None:
-        """Take digests of all buffers.
+        """Compute digests of all buffers.
 
         Args:
-            written: `id` of those that were written, as torch counts.
+            written: `id` of the buffers that were written according to their version counters.
         """
         watched, before = self._watched(), self._fingerprints
         self._fingerprints = _fingerprints(watched)
@@ -203,7 +203,7 @@ class Buffers(Observer):
         self._forget_live()
 
     def _forget_live(self) -> None:
-        """Compare live buffers no more."""
+        """Stop comparing live buffers."""
         self._next.clear()
         self._backwards = 0
         kept = {
@@ -271,7 +271,7 @@ class Buffers(Observer):
 
     @torch.no_grad()
     def _message(self) -> Tensor:
-        """Return rank 0's live buffers as bytes, and behind them flags: the buffer has the agreed sign. A collective."""
+        """Return rank 0's live buffers as bytes, then a flag each: the buffer has the agreed signature. A collective."""
         *starts, end = self._starts()
         device = self._wire.device or self._context.device
         message = torch.zeros(end + len(starts), dtype=torch.uint8, device=device)
@@ -319,7 +319,7 @@ def _sum(prints: Fingerprints) -> int:
 
 
 def _fingerprints(buffers: Mapping[str, Tensor]) -> Fingerprints:
-    """Return signs and digests of these buffers, with one wait for the device."""
+    """Return signatures and digests of these buffers, with one wait for the device."""
     prints = [fingerprint(_bytes(buffer)) for buffer in buffers.values()]
     values: list[Any] = torch.stack(prints).tolist() if prints else []
     return {name: (_signature(buffer), value) for (name, buffer), value in zip(buffers.items(), values)}

@@ -1,7 +1,7 @@
 """`torch.compile` of a sharded model: block by block, with gathers and releases outside the graphs.
 
-What is compiled is the `forward` of each block. The hooks around it run in plain Python, so the parameters are full when the
-graph's guards look at them. Code between blocks runs as it is. Equal blocks share graphs, as far as torch finds them equal.
+Only the `forward` of each block is compiled. The hooks around it run in plain Python, so the parameters are full when the
+graph's guards check them. Code between blocks runs uncompiled. Blocks that torch finds equal share graphs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Compiling(Observer):
     """Makes `model.compile()` compile block by block.
 
     Attributes:
-        compiled: the blocks that are.
+        compiled: the blocks that are compiled.
     """
 
     def attach(self, engine: Engine) -> None:
@@ -66,7 +66,7 @@ class Compiling(Observer):
         self.compile(partial(torch.compile, *args, **options))
 
     def compile(self, using: Compile) -> None:
-        """Compile each block that is not compiled yet. A block that cannot be compiled runs as it is. No communication."""
+        """Compile each block that is not compiled yet. A block that cannot be compiled runs uncompiled. No communication."""
         failed: list[str] = []
         for module in self._blocks:
             if module not in self.compiled:
@@ -77,7 +77,7 @@ class Compiling(Observer):
 
 
 class Block:
-    """The compiled `forward` of one block; the plain one where that fails, from then on."""
+    """The compiled `forward` of one block; after a failure the plain one."""
 
     def __init__(self, name: str, compile_: Compile, failed: list[str], plain: Callable[..., Any]) -> None:
         self._name, self._plain, self._failed = name, plain, failed

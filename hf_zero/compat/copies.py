@@ -1,7 +1,7 @@
-"""Copies: `copy.deepcopy` of a sharded model, a part of it or a parameter gives a plain one with full values. A collective.
+"""Makes `copy.deepcopy` of a sharded model, a part of it or a parameter return a plain one with full values. A collective.
 
-Moving averages (`AveragedModel`), frozen reference models and evaluations on a copy need it. Pickling is refused: one rank
-alone does it, and has a part of the values.
+Moving averages (`AveragedModel`), frozen reference models and evaluations on a copy need it. Pickling is refused: user code
+pickles on one rank, which has only a part of the values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Copies(Observer):
         return found[param]
 
     def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """Copy a module as torch does, without what the engine put there, over parameters that are copied already."""
+        """Copy a module as torch does, without the engine's hooks and attributes, and with plain copies of its parameters."""
         mine = {param: None for param in module.parameters() if id(param) not in memo}
         for param, values in self._values(mine).items():
             memo[id(param)] = original_class(param)(values, requires_grad=param.requires_grad)
@@ -77,7 +77,7 @@ class Copies(Observer):
                 self._engine.exchange(None)  # ranks meet first, as for `state_dict()`
             self._engine.quiesce()
             for span in spans:
-                # Inside zero.unsharded and GatheredParameters, user code copies what it sees.
+                # Inside zero.unsharded and GatheredParameters, the copy must have the values that user code sees.
                 views = span.views if span.unit.is_pinned else _views(span, full_values(span))
                 for slot, param, view in zip(span.layout.slots, span.params, views):
                     if param in params:
@@ -99,7 +99,7 @@ def _refuse_pickle(protocol: Any) -> Any:
 
 
 def _strip(root: nn.Module) -> list[tuple[Table, Table]]:
-    """Take the engine's hooks and attributes off modules. Returns the tables that had any, each with what was in it."""
+    """Remove the engine's hooks and attributes from modules. Returns the tables that had any, each with its former contents."""
     taken: list[tuple[Table, Table]] = []
 
     def drop(table: Table, keys: set[Any]) -> None:
@@ -116,7 +116,7 @@ def _strip(root: nn.Module) -> list[tuple[Table, Table]]:
                 found = {key for key, value in table.items() if is_ours(value)}
                 drop(table, found)
                 gone |= found
-            elif isinstance(table, dict) and "_hooks_" in name:  # which hooks take keywords, or are always called
+            elif isinstance(table, dict) and "_hooks_" in name:  # lists hooks that take keywords, or are always called
                 flags.append(table)
         for table in flags:
             drop(table, gone & set(table))
@@ -125,7 +125,7 @@ def _strip(root: nn.Module) -> list[tuple[Table, Table]]:
 
 
 def is_ours(value: Any) -> bool:
-    """Return whether a hook or an attribute of a module is the engine's, however it is wrapped."""
+    """Return whether a hook or an attribute of a module is the engine's, also if it is wrapped."""
     if isinstance(value, (Tensor, nn.Module, dict)):
         return False
     return any(
@@ -140,7 +140,7 @@ def is_ours(value: Any) -> bool:
 
 
 def _wrapped(value: Any) -> Iterator[Any]:
-    """Yield a hook or a method, and what it is wrapped around, from the outside in."""
+    """Yield a hook or a method, and the callables that it wraps, outermost first."""
     for _ in range(8):
         yield value
         inner = next((each for name in _WRAPPERS if callable(each := getattr(value, name, None))), None)

@@ -1,8 +1,8 @@
-"""`torch.distributed.checkpoint.state_dict` works for sharded models, and is refused for their optimizers.
+"""Refuses `torch.distributed.checkpoint.state_dict` for optimizers of sharded models; for the models it works.
 
-Its functions look for the model's parameters in `optimizer.param_groups`, which has segments of masters. Each of them first
-makes a step with zeros as gradients where the optimizer has no state: the refusal comes before that. torch's function
-`_init_optim_state` is replaced, for good, once the module is imported, and leaves other optimizers alone.
+Its functions look up the model's parameters in `optimizer.param_groups`, which has segments of masters instead. If the
+optimizer has no state, each of them first makes a step with zero gradients, so the check must run before. torch's function
+`_init_optim_state` is replaced permanently once the module is imported; other optimizers are not affected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model evaluated in another dtype than it is trained in (`bf16_full_eval`, `fp16_full_eval`)."""
+"""Evaluates a model in another dtype than its training dtype (`bf16_full_eval`, `fp16_full_eval`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..engine.unit import State, Unit
 
 
 class OtherDtype(Observer):
-    """Shows the parameters of gathered units in another dtype, while asked to.
+    """Shows the parameters of gathered units in another dtype inside `shown_in`.
 
-    `module.to(dtype)` would round what is trained. Where full parameters are released, one unit's copies are in memory at a
-    time; where they stay, all are.
+    `module.to(dtype)` would round the trained values. If the stage releases full parameters, one unit's copies are in memory
+    at a time, else those of all units.
     """
 
     def attach(self, engine: Engine) -> None:
@@ -55,7 +55,7 @@ class OtherDtype(Observer):
             self._dtype = before
             try:
                 engine.schedule.quiesce()
-                for event in engine.events.before_save:  # what was written goes into the masters
+                for event in engine.events.before_save:  # writes user code's edits back to the masters
                     event()
             finally:
                 for span, number in hidden.items():

@@ -1,14 +1,14 @@
-"""Parameters that user code freezes, or lets train again, between two steps.
+"""Follows parameters that user code freezes or unfreezes between two steps.
 
-A span that was frozen at build has a master, segments and a bucket like any other. So it can begin to train, and a span whose
-parameters are all frozen sends nothing. Where some of them are, presence splits the segments.
+A span that was frozen at build has a master, segments and a bucket like any other, so it can begin to train. A span whose
+parameters are all frozen sends nothing. If only some of them are, `presence` splits the segments.
 
-Changes are found as user code makes them, and taken up when the next forward or backward begins. Gradients that exist by then
-are still reduced and used, as in torch. The mark of all flags travels with what ranks agree on as a backward begins: where
+Changes are recorded as user code makes them, and applied when the next forward or backward begins. Gradients that exist by
+then are still reduced and used, as in torch. A digest of all flags is part of the agreement at the start of each backward: if
 ranks differ, all of them raise.
 
-Flags of the tensors in optimizer groups (`group["params"]`) hold for the model's parameters too, for whole groups: a rank has
-other tensors there than its neighbours.
+Flags of the tensors in optimizer groups (`group["params"]`) also set those of the model's parameters, but only for whole
+groups, because tensors in groups differ between ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Freezing(Observer):
     # Changes ----------------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Take up what changed since the last pass. Without communication."""
+        """Apply changes since the last pass. No communication."""
         for binding in self._engine.bindings:
             for group in range(len(binding.segments)):
                 self._follow_group(binding, group)
@@ -68,7 +68,7 @@ class Freezing(Observer):
         keeps = self._engine.schedule.holds_gradients
         for unit in changed:
             if unit.sync_requires_grad(keeps=keeps):
-                self._changed[unit] = None  # frozen, with gradients: looked at again until it has none
+                self._changed[unit] = None  # frozen with gradients: checked again until it has none
             self._marks[unit] = _mark_of(unit)
         for binding in self._engine.bindings:
             for segments, params in zip(binding.segments, binding.originals):
@@ -92,17 +92,17 @@ class Freezing(Observer):
     # Optimizer groups -------------------------------------------------------------------------------------------------
 
     def _follow_group(self, binding: Binding, number: int) -> None:
-        """Let the model's parameters have the flags that user code gave a group's tensors.
+        """Set the flags of the model's parameters to those that user code set on a group's tensors.
 
         Raises:
-            LayoutError: it gave them to some of the tensors.
+            LayoutError: user code set them on some of the tensors only.
         """
         segments, params = binding.segments[number], binding.originals[number]
         changed = [segment for segment in segments if segment.tensor.requires_grad is not segment.trains]
         if not changed:
             return
         trains = changed[0].tensor.requires_grad
-        # What user code froze one by one stays frozen when it gives a group the flags that it had before.
+        # Parameters that user code froze one by one must stay frozen when it unfreezes the group.
         followers = [param for param in params if param in self._frozen_by_group] if trains else []
         followers = followers or params
         for segment in segments:

@@ -1,7 +1,7 @@
-"""`generate` on several ranks: each continues its own sequences, of its own length.
+"""Runs `generate` on several ranks, each with sequences of its own length.
 
-Where full parameters are released, a rank that has ended its sequences keeps running forwards until the last rank has: the
-others need its slices. Buffers are each rank's own meanwhile, as in the model that DDP wraps.
+If the stage releases full parameters, a rank that has finished its sequences keeps running forwards until the last rank has,
+because the others need its slices. Each rank uses its own buffers meanwhile, as in the model that DDP wraps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Generation(Observer):
     def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         takes = "synced_gpus" in inspect.signature(stock).parameters
         if takes and self._context.reshards and not self._context.is_unsharded:
-            # Ranks meet first: transformers' own all-reduces would meet other messages of a rank that does not generate.
+            # Ranks must meet first: transformers' all-reduces would match other messages of a rank that does not generate.
             with self._context.wire.watch.operation("generate()"):
                 self._engine.exchange(None)
             kwargs["synced_gpus"] = True  # Seq2SeqTrainer passes False, which is right for unsharded models

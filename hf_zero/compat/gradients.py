@@ -1,4 +1,4 @@
-"""`.grad` of sharded parameters: lazy gradients (`core/lazy_grad.py`) of true shape, whose elements stay on their owner ranks.
+"""Answers `.grad` of sharded parameters by lazy gradients (`core/lazy_grad.py`), whose elements stay on their owner ranks.
 
 Norms need one collective for all parameters. Element-wise writes change the owners' elements. Any other use gathers the span,
 a collective. Gradients that are not reduced (`no_sync`, hooks inside a backward) are this rank's own plain tensors.
@@ -30,7 +30,7 @@ class Gradients(Observer):
         self.engine, self._wire, self._may_fail = engine, engine.wire, engine.context.storage.uses_disk
         self._shown: dict[Place, DistributedGrad] = {}
         self._changed: dict[Span, set[int]] = {}
-        """Spans in which `.grad` was assigned, with parameters that were cleared. Optimizers do not see it yet."""
+        """Spans in which `.grad` was assigned, with the parameters that were cleared. Optimizers do not see it yet."""
         self._forget()
 
     def detach(self) -> None:
@@ -48,7 +48,7 @@ class Gradients(Observer):
         self._forget()
 
     def before_gradients(self) -> None:
-        """Show optimizers what was assigned. Not before: most programs clear all gradients, one after another."""
+        """Show optimizers the assigned gradients. Must be late: most programs clear all gradients, one after another."""
         changed, self._changed = self._changed, {}
         for span, cleared in changed.items():
             for index in cleared:
@@ -91,7 +91,7 @@ class Gradients(Observer):
             raise StateError(
                 f"a gradient of shape {tuple(grad.shape)} was assigned to {span.name_of(index)!r} of {tuple(param.shape)}"
             )
-        # Decided by what all ranks have in common: on one of them a backward may not have come to the parameter.
+        # Must depend on state that all ranks share: on one of them a backward may not have reached the parameter.
         if bucket.grad is None and (have_local([bucket]) or self.engine.schedule.holds_gradients):
             held = bucket.held(index)
             if held is not None:
@@ -99,13 +99,13 @@ class Gradients(Observer):
             set_raw_grad(param, grad.to(param.dtype) if held is None else None)
             return True
         self.engine.complete_gradients("assigning a gradient")
-        self._retire(place)  # what user code keeps of it is in plain torch the gradient before this
+        self._retire(place)  # user code may keep it: in plain torch it would be the previous gradient
         self._store(span, index, grad.detach())
         bucket.present[index] = bucket.had_local[index] = True
         self._changed.setdefault(span, set()).discard(index)
         return True
 
-    # Gradients that come and go -----------------------------------------------------------------------------------------
+    # Lifetime of gradients ----------------------------------------------------------------------------------------------
 
     def _has_grad(self, place: Place) -> bool:
         bucket = place.span.bucket
@@ -153,7 +153,7 @@ class Gradients(Observer):
 
     @torch.no_grad()
     def gathered(self, span: Span) -> Tensor:
-        """Return the reduced gradient of a span, all ranks' slices. A collective, but for the span gathered last."""
+        """Return all ranks' slices of a span's reduced gradient. A collective, except for the span gathered last."""
         if self._whole is None or self._whole[0] is not span:
             self._whole, mine = None, slice(0, span.local_numel)
             own = read_on_all_ranks(self._wire, lambda: span.bucket.read(mine).to(span.device), may_fail=self._may_fail)
@@ -178,7 +178,7 @@ class Gradients(Observer):
 
     @torch.no_grad()
     def norm(self, place: Place, order: float) -> Tensor:
-        """Return the norm of one gradient. The first call measures all; a second one for a parameter measures all again."""
+        """Return the norm of one gradient. The first call computes all; a second call for a parameter computes all again."""
         if place not in self._norms.get(order, ()):
             places: list[Place] = []
             powers: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""`.grad` of what optimizer groups hold: this rank's slices as lazy gradients (`core/lazy_grad.py`), with norms over all ranks.
+"""Answers `.grad` of tensors in optimizer groups by lazy gradients of this rank's slices, with norms over all ranks.
 
-So loss scalers, and clipping over `optimizer.param_groups`, do what they do in plain training. The ranks have different tensors
-in their groups, and a different number of them. Therefore one collective answers for all.
+So loss scalers, and clipping over `optimizer.param_groups`, work as in plain training. Ranks have different tensors in their
+groups, and different numbers of them, so one collective answers for all tensors.
 
 Inside the optimizer's own step gradients are plain tensors.
 """
@@ -143,14 +143,14 @@ class GroupGradients(Observer):
         if grad is not None:
             grad.source.is_alive = False
             if is_replaced and isinstance(grad.source, _OfSegment):
-                grad.source.own = None  # this memory gets other elements
+                grad.source.own = None  # its memory is about to be overwritten
 
     # Over all ranks -----------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self._norms: dict[float, dict[Segment, Tensor]] = {}  # by order
         self._overflow: Tensor | None = None
-        self._left: dict[int, int] = {}  # by group: segments whose derived norm this rank has still to ask for
+        self._left: dict[int, int] = {}  # by group: segments whose derived norm this rank has not asked for yet
 
     def _groups(self) -> list[list[Segment]]:
         """Return by group the segments that show a gradient."""
@@ -159,9 +159,9 @@ class GroupGradients(Observer):
 
     @staticmethod
     def _with_gradient(group: list[Segment], params: list[nn.Parameter]) -> list[Segment]:
-        """Return a group's segments that show a gradient. If only other ranks have one, the first shows zeros for it.
+        """Return a group's segments that show a gradient. If only other ranks have one, the first segment shows zeros.
 
-        So each rank takes part in what is asked of a group's gradients.
+        So every rank takes part in collectives over a group's gradients.
         """
         found = [segment for segment in group if segment.has_grad]
         if found or any(segment.is_cleared for segment in group):
@@ -181,7 +181,7 @@ class GroupGradients(Observer):
     def norm(self, segment: Segment, order: float) -> Tensor:
         """Return a segment's part of its group's norm: all of it for this rank's first segment, else nothing.
 
-        One collective answers for all segments, until a segment is asked for again.
+        One collective answers for all segments, until user code asks for one again.
         """
         if segment not in self._norms.get(order, ()):
             groups = self._groups()
@@ -194,9 +194,9 @@ class GroupGradients(Observer):
 
     @torch.no_grad()
     def norm_of(self, segment: Segment, values: Tensor, order: float) -> Tensor:
-        """Return the norm of what was computed from a segment's gradient. Each rank asks for each segment of the group once.
+        """Return the norm of values computed from a segment's gradient. Each rank must ask once per segment of the group.
 
-        A rank with fewer segments takes part in the other ranks' collectives at its last one.
+        A rank with fewer segments joins the other ranks' remaining collectives at its last one.
 
         Raises:
             RankMismatchError: another rank asks for another group, or for a norm of another order.
@@ -223,7 +223,7 @@ class GroupGradients(Observer):
 
     @torch.no_grad()
     def overflow(self, segment: Segment) -> Tensor:
-        """Return 1 (0-dim) if any rank has a gradient of the segment's optimizer that is not finite. One collective for all."""
+        """Return 1 (0-dim) if a gradient of the segment's optimizer is not finite on any rank. One collective for all."""
         bindings = self.engine.bindings
         if self._overflow is None:
             found = [[each for group in binding.segments for each in group] for binding in bindings]
@@ -241,7 +241,7 @@ class _OfSegment(GradSource):
     def __init__(self, gradients: GroupGradients, segment: Segment, own: Tensor | None) -> None:
         self._gradients, self._segment = gradients, segment
         self.own, self.is_slice = own, own is None
-        """The elements, where this rank has all: they stay usable when the gradient is cleared, as in plain training."""
+        """The elements, if this rank has all: they stay usable after the gradient is cleared, as in plain training."""
 
     def _check(self) -> None:
         self.check_alive("a gradient of the optimizer's groups")

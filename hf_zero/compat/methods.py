@@ -1,7 +1,7 @@
-"""Methods of a model that the engine answers or refuses: `zero_grad`, `no_sync`, moves, casts and resizes.
+"""Replaces methods of a model: `zero_grad`, `no_sync`, moves, casts and resizes.
 
-`.to()`, `.half()` and the like continue where they leave every sharded parameter as it is: buffers, and parameters that were
-added since, follow.
+`.to()`, `.half()` and the like are allowed if they leave every sharded parameter unchanged. They then apply to buffers, and to
+parameters that were added after sharding.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Methods(Observer):
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
-        """As DDP's, and without a step inside."""
+        """As `DistributedDataParallel.no_sync`, but an optimizer's step inside raises."""
         handles = []
         for optimizer in self._engine.optimizers:
             handle = optimizer.register_step_pre_hook(_refuse_step)
             hooks: Any = optimizer._optimizer_step_pre_hooks
-            hooks.move_to_end(handle.id, last=False)  # before anything of the step is done
+            hooks.move_to_end(handle.id, last=False)  # must run before any other work of the step
             handles.append(handle)
         try:
             with self._engine.no_sync():

@@ -1,14 +1,14 @@
 """On-demand unshard: gathers a released parameter when user code reads it.
 
 Heads that are fused with their loss, penalties on weights, moving averages and logging read parameters outside the forward of
-their unit: `F.linear(hidden, model.lm_head.weight)`, `p.square().sum()`, `p.detach()`, `p.item()`. One such operation is to
-the schedule what one forward of the unit is: the unit is gathered before, and released when another unit is used; a backward
-that comes to the operation's output gathers it again. A collective, so all ranks must read alike.
+their unit: `F.linear(hidden, model.lm_head.weight)`, `p.square().sum()`, `p.detach()`, `p.item()`. The schedule treats one such
+operation as a forward of the unit: the unit is gathered before, and released when another unit is used. A backward that
+reaches the operation's output gathers it again. A collective, so all ranks must make the same reads.
 
-An operation whose result is a view (`p.T`, `p.data`, `p.numpy()`) keeps the unit gathered: until the next step where a graph is
-built, for autograd saves views without a trace; else until the next forward, step or end of a backward, or until the view is
-dropped and another unit is read. A view that outlives this keeps its values: the span gets another storage. The next forward or
-step raises if the view was taken between passes, for it is old then.
+An operation that returns a view (`p.T`, `p.data`, `p.numpy()`) keeps the unit gathered. With a graph, which may save views
+unseen, it stays until the next step. Otherwise it stays until the next forward, step or end of a backward, or until the view is
+dropped and another unit is read. A view that outlives this keeps its values: the span moves to a new storage. If the view was
+taken between passes, the next forward or step raises, because the view is stale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..errors import StateError
 _ADDRESSES = frozenset(
     {"data_ptr", "storage", "untyped_storage", "numpy", "__array__", "__dlpack__", "__cuda_array_interface__"}
 )
-"""Functions whose result refers to the memory and is no tensor."""
+"""Functions whose result refers to the memory and is not a tensor."""
 
 _COLLECTIVE_S = 0.5
 """User code's own collectives (`dist.broadcast(p.data, 0)`) drop their tensors some time after they have ended."""
@@ -43,12 +43,12 @@ class OnDemand(Observer):
 
     def __init__(self) -> None:
         self._views: dict[Unit, list[tuple[Any, Any]]] = {}
-        """By unit, weak references to the tensors that user code was given since the unit was gathered, each with what it
-        shows (`_shown_by`)."""
+        """By unit, weak references to the views that user code got since the unit was gathered, each with the parameter and
+        storage that it shows (`_shown_by`)."""
         self._untracked: set[Unit] = set()
-        """Units of whose memory user code was given something else: views that a graph saves, addresses, arrays."""
+        """Units to whose memory user code got untracked references: views that a graph saves, addresses, arrays."""
         self._old: dict[str, list[tuple[Any, Any]]] = {}
-        """Names of units, each with the views that existed when the unit was released."""
+        """By unit, under its name, the views that existed when it was released."""
 
     def attach(self, engine: Engine) -> None:
         self._schedule, self._wire = engine.schedule, engine.wire
@@ -82,14 +82,14 @@ class OnDemand(Observer):
         self._schedule.keep(unit, to_step=has_graph)
 
     def _watch(self, unit: Unit, views: Sequence[Tensor]) -> None:
-        """Watch views of a unit's memory that user code got; none: something that no weak reference follows."""
+        """Track views of a unit's memory that user code got. No views: user code got a reference that cannot be tracked."""
         if unit.is_pinned or not views:
             self._untracked.add(unit)
-        if not unit.is_pinned:  # else ranks need not read alike, and cannot agree on what is left
+        if not unit.is_pinned:  # pinned units may be read on one rank alone, so ranks could not agree on their views
             self._views.setdefault(unit, []).extend((_shown_by(view, unit), _weak(view)) for view in views)
 
     def data_assigned(self, param: nn.Parameter, values: Tensor) -> None:
-        """Let views that were taken before keep the former values, as in plain training, unless one of them was assigned."""
+        """Stop tracking earlier views, which keep the former values as in plain training, unless one of them was assigned."""
         place = place_of(param)
         if place is not None and place.unit in self._views:
             views, memory = self._views[place.unit], values.untyped_storage()._cdata
@@ -98,7 +98,7 @@ class OnDemand(Observer):
             ]
 
     def _drop_unused(self, used: Sequence[Unit]) -> None:
-        """Release units whose views are gone. The ranks agree on it: garbage is collected when it pleases them."""
+        """Release units whose views were dropped. The ranks agree on it, because garbage collection differs between ranks."""
         units = [unit for unit in self._views if unit not in used and unit not in self._untracked]
         if units:
             for unit, is_pinned in zip(
@@ -116,7 +116,7 @@ class OnDemand(Observer):
             self._old[unit.name] = views
         alive = _any_alive(views or ())
         for span in unit.spans:
-            # Memory that numpy has seen cannot be resized, also when the array is gone.
+            # Memory that was shared with numpy cannot be resized, also after the array is freed.
             is_fixed = not span.full.untyped_storage().resizable()
             is_seen = is_untracked and span.has_outside_views
             if not span.is_persistent and (alive or is_fixed or is_seen):
@@ -152,7 +152,7 @@ class OnDemand(Observer):
 
 
 def _weak(tensor: Tensor) -> Any:
-    """Return a reference to a tensor that knows whether a view of it lives, too."""
+    """Return a weak reference to a tensor, which does not expire while a view of the tensor exists."""
     native: Any = torch._C
     return native._WeakTensorRef(tensor)
 
@@ -162,7 +162,7 @@ def _any_alive(views: Sequence[tuple[Any, Any]]) -> int:
 
 
 def _shown_by(view: Tensor, unit: Unit) -> tuple[nn.Parameter, int] | None:
-    """Return the parameter whose memory a view begins in, and the storage."""
+    """Return the parameter in whose memory a view begins, and the storage's address."""
     try:
         address, memory = view.data_ptr(), view.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors, and tensors inside functional transforms
@@ -175,9 +175,9 @@ def _shown_by(view: Tensor, unit: Unit) -> tuple[nn.Parameter, int] | None:
 
 
 def _is_view(tensor: Tensor, unit: Unit) -> bool:
-    """Return whether a tensor that is none of the unit's parameters has its memory."""
+    """Return whether a tensor views the unit's memory and is not one of its parameters."""
     memory = storage_of(tensor)
-    if not memory:  # maybe: inside functional transforms tensors do not say
+    if not memory:  # it may be: tensors inside functional transforms have no storage
         return True
     return memory in map(storage_of, (span.full for span in unit.spans)) and not any(
         tensor is param for param in unit.params

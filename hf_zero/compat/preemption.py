@@ -1,7 +1,7 @@
-"""A signal that asks a run to end, answered by every rank after the same step.
+"""Ends a run after the same step on every rank when a rank receives a signal.
 
-A signal arrives on the ranks at different moments, or on one of them alone. What a rank has received travels with what the
-ranks tell each other at the end of each backward anyway.
+A signal arrives on the ranks at different times, or on one rank only. Each rank's flag is part of the agreement that the ranks
+make at the end of each backward anyway.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Preemption:
-    """A flag: this run is to end. `on_preemption` makes it.
+    """A flag that asks this run to end. `on_preemption` creates it.
 
     Attributes:
         signalled: this rank has received one of the signals.
-        agreed: some rank had when the last backward that reduces ended. The same on every rank.
+        agreed: a rank had received one when the last backward that reduces ended. The same on every rank.
     """
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
@@ -46,24 +46,24 @@ class Preemption:
         return self.agreed
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.close()  # a second one ends a process that does not get to its next step
+        self.close()  # a second signal ends a process that does not reach its next step
         if os.getpid() == self._pid:
             self.signalled = True
-        else:  # a child that was forked has this handler, but no step at whose end it would look
+        else:  # a forked child inherits this handler, but never runs a step that would check the flag
             os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the former signal handlers."""
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
 
 
 class Preemptions(Observer):
-    """Tells the other ranks of signals.
+    """Sends this rank's signals to the other ranks.
 
     Attributes:
-        current: what `on_preemption` made last, if anything.
+        current: the last result of `on_preemption`, if any.
     """
 
     current: Preemption | None = None
@@ -85,8 +85,8 @@ def on_preemption(
 ) -> Preemption:
     """Let these signals end the run after a whole step, on every rank, whichever rank receives one.
 
-    Between a signal and its answer lie one step at most, and what the program does between steps. A second signal does what
-    it would have done before. Call it in the main thread of every rank that is to receive signals; `close()` gives them back.
+    The flag is set within one step and the code between two steps. A second signal runs its former handler. Call it in the main
+    thread of every rank that may receive signals; `close()` restores the former handlers.
 
     Args:
         model: a sharded model, or its engine.

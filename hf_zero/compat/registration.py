@@ -1,12 +1,12 @@
-"""Parameters and submodules that user code replaces, or deletes and registers again.
+"""Checks parameters and submodules that user code replaces, or deletes and registers again.
 
-Another parameter in the place of a sharded one (`module.weight = nn.Parameter(x)`, `load_state_dict(assign=True)`), or a
-submodule without it, is an error: the optimizer and the engine would keep the old parameters, and the new ones would silently
-never be trained or saved.
+Replacing a sharded parameter (`module.weight = nn.Parameter(x)`, `load_state_dict(assign=True)`), or a submodule that has one,
+is an error: the optimizer and the engine would keep the old parameters, and the new ones would silently never be trained or
+saved.
 
-A frozen parameter under the name of a frozen one is taken as `known.data = param`: the model keeps the objects that its engine
-has. PEFT's LoRA on `nn.MultiheadAttention` registers such ones in every forward, around merged weights, and whenever modules
-are listed. Any other new parameter is the module's own, as in PyTorch: no optimizer has it.
+A frozen parameter registered under the name of a frozen one is handled as `known.data = param`: the model keeps the objects of
+its engine. PEFT's LoRA on `nn.MultiheadAttention` registers such parameters in every forward, around merged weights, and
+whenever modules are listed. Any other new parameter is the module's own, as in PyTorch: no optimizer updates it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Known = Mapping[str, nn.Parameter]
 
 
 class Registration(Observer):
-    """Follows what is registered in the modules of one model."""
+    """Checks all registrations in the modules of one model."""
 
     def __init__(self) -> None:
         self._patches, self._handles = Patches(), list[RemovableHandle]()
         self._known: dict[nn.Module, Known] = {}
 
     def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Record the parameters that the model has now, before the engine lists modules: it keeps these."""
+        """Record the model's parameters before the engine lists modules, so that the model keeps them."""
         modules = [*model.modules()]  # first: listing modules may register parameters again
         self._known = {module: {n: p for n, p in module._parameters.items() if p is not None} for module in modules}
         # Hooks of all modules of the process: they do not hold the engine.
@@ -82,9 +82,7 @@ class Registration(Observer):
 
     def _set_module(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         old = module._modules.get(name)
-        if old is None or any(
-            each is submodule for each in old.modules()
-        ):  # PEFT unwraps a layer: nothing takes its place
+        if old is None or any(each is submodule for each in old.modules()):  # the second: PEFT unwraps a layer
             return
         kept = set() if submodule is None else set(submodule.parameters())
         for param in old.parameters():
@@ -94,9 +92,9 @@ class Registration(Observer):
 
 
 class _Hook:
-    """A hook that does nothing once its observer, and with it the engine, is gone.
+    """A hook that does nothing once its observer, and with it the engine, is freed.
 
-    Must not be removed when the engine is freed: torch may be iterating over its hooks, whose dict must not change then.
+    Must not be removed when the engine is freed: torch may be iterating over the dict of its hooks.
     """
 
     def __init__(self, observer: Registration, method: Callable[..., Any]) -> None:
@@ -115,15 +113,13 @@ def _remove_hooks_of_freed_engines(handle: RemovableHandle) -> None:
 
 
 def _restore(known: Mapping[nn.Module, Known], stock: Callable[[], Any]) -> None:
-    """Register the parameters that merged weights have replaced. It reads values, so it does nothing where all exist."""
+    """Register the parameters that merged weights have replaced. Skipped if all exist, because it reads values."""
     if any(module._parameters.get(name) is None for module, names in known.items() for name in names):
         stock()
 
 
 def _takes(known: nn.Parameter, param: nn.Parameter) -> bool:
-    """Return whether a parameter that the engine has stands for one that is registered under its name; it has its values
-    then.
-    """
+    """Return whether the engine's parameter replaces one that is registered under its name; if so, it gets the values."""
     if param is known or _memory(param) == _memory(known):
         return True
     is_foreign = place_of(known) is None or place_of(param) is not None  # the second: tied from now on

@@ -1,13 +1,13 @@
-"""Saved tensors: a backward that comes to a unit by another way than its output finds the unit gathered.
+"""Saved tensors: hooks that gather a unit when a backward reaches it by a path that does not pass its output.
 
 A loss on an activation from inside a block (an auxiliary loss, a forward hook's output) reaches the block's nodes, and none of
-the hooks on its output. So in the first backwards every tensor that a forward saves passes through hooks. One that lies in a
-unit's memory is unpacked only when the unit is gathered. A unit that a backward came to unannounced keeps the hooks; the
-others lose them, for they cost Python work per operation.
+the hooks on its output. So in the first backwards every tensor that a forward saves passes through hooks. One in a unit's
+memory is unpacked only after the unit is gathered. Units that a backward reached unannounced keep the hooks. The others lose
+them, because they cost Python work per operation.
 
-The hooks also tell how many views of a unit's memory graphs hold. If a release finds more, user code keeps some (`p.detach()`
-in a forward): the views keep their memory and values, and the span gets another storage. Without hooks, a number is expected
-that graphs alone had at the same point of an earlier pass.
+The hooks also count the views of a unit's memory that graphs hold. If there are more at a release, user code holds some
+(`p.detach()` in a forward): these views keep their memory and values, and the span moves to a new storage. Without hooks, the
+expected number is the one that graphs alone held at the same point of an earlier pass.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..engine.unit import Unit
 from ..errors import StateError
 
 _BACKWARDS = 4
-"""In so many backwards all units are watched."""
+"""The number of backwards in which all units are watched."""
 _Point = tuple[int, bool]
-"""A span is released: after so many uses with a graph since the last backward, inside a backward or not."""
+"""A point at which a span is released: uses with a graph since the last backward; whether it is inside a backward."""
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -44,7 +44,7 @@ class SavedTensor:
     def __init__(self, tensor: Tensor, unit: Unit | None) -> None:
         self.unit = None if unit is None else weakref.ref(unit)
         self.version, self.is_parameter = tensor._version, isinstance(tensor, nn.Parameter)
-        # An operation's own output would keep the operation, and that the output, for ever. A view is counted as the graph's.
+        # An operation's own output would form a cycle with the operation. A view must count as the graph's.
         self.tensor = tensor.detach() if tensor.requires_grad or unit is not None else tensor
 
 
@@ -56,9 +56,9 @@ class SavedTensors(Observer):
         self._spans: dict[int, weakref.ref[Span]] = {}
         """By address of a storage, the span that has it, or had it: see `_span_of`."""
         self._saved: dict[int, set[weakref.ref[SavedTensor]]] = {}
-        """By address of a storage, what graphs hold of it: see `_pack`."""
+        """By address of a storage, the saved tensors in it that graphs hold: see `_pack`."""
         self._left = _BACKWARDS
-        # Units and spans by number: graphs hold this, and must not hold these.
+        # Units and spans by number: graphs hold this observer, and must not hold units.
         self._watched: set[int] = set()
         """Units that keep the hooks."""
         self._hooked: dict[int, bool] = {}
@@ -66,7 +66,7 @@ class SavedTensors(Observer):
         self._uses: dict[int, int] = {}
         """By unit, uses with a graph since the last backward."""
         self._usual: dict[int, dict[_Point, int]] = {}
-        """By `id` of a span, views that graphs without hooks hold."""
+        """By `id` of a span and point, the number of views that graphs without hooks hold."""
         self._on: list[Pack | None] = []
 
     def use_begun(self, unit: Unit) -> None:
@@ -86,7 +86,7 @@ class SavedTensors(Observer):
         for span in unit.spans:
             if not span.is_freed_in_place:
                 continue
-            # Memory that numpy has seen cannot be resized, also when the array is gone.
+            # Memory that was shared with numpy cannot be resized, also after the array is freed.
             views = span.outside_views
             if (views > 0 and not self._are_saved(span, views)) or not span.full.untyped_storage().resizable():
                 span.move_to_new_storage()
@@ -129,7 +129,7 @@ class SavedTensors(Observer):
             _hooks._pop_saved_tensors_default_hooks()
             outer = _hooks._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
-            return None  # it recomputes what is saved, by forwards that have hooks on their outputs
+            return None  # checkpointing recomputes saved tensors, by forwards that have hooks on their outputs
         for span in unit.spans:
             memory = storage_of(span.full)
             self._spans[memory] = weakref.ref(span)
@@ -144,7 +144,7 @@ class SavedTensors(Observer):
         if span is None:
             return SavedTensor(tensor, None)
         saved = SavedTensor(tensor, span.unit)
-        # The callback is no Python code, unlike a WeakSet's: Python drops what a signal's handler raises in a callback.
+        # The callback must not be Python code, as a WeakSet's is: Python drops exceptions of signal handlers in callbacks.
         known = self._saved[memory]
         known.add(weakref.ref(saved, known.discard))
         return saved
@@ -152,7 +152,7 @@ class SavedTensors(Observer):
     def _span_of(self, memory: int) -> Span | None:
         reference = self._spans.get(memory)
         span = None if reference is None else reference()
-        # A span may have left its storage, whose address then belongs to any other.
+        # A span may have left its storage, whose address another one may then have.
         return None if span is None or storage_of(span.full) != memory else span
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
@@ -186,6 +186,6 @@ class SavedTensors(Observer):
 
 
 def _is_stale(pack: Pack) -> bool:
-    """Return whether hooks are of an engine that is gone: torch calls no hook of a forward that Ctrl-C ends."""
+    """Return whether hooks belong to an engine that is freed: torch does not pop them if Ctrl-C ends a forward."""
     owner = getattr(pack, "__self__", None)
     return isinstance(owner, SavedTensors) and owner._schedule() is None

@@ -1,7 +1,7 @@
 """Refuses parameters that share memory without being the same parameter (`p.data = q.data`): sharding would part them.
 
-They may share it with one another, or with the full parameters of another engine. Columns of one matrix lie between one another
-and share nothing.
+They may share it with each other, or with the full parameters of another engine. Columns of one matrix are interleaved and
+share nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..engine.parameter import source_of
 from ..errors import LayoutError
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""One table for the process, because its memory is one."""
+"""One table for the process, whose engines may share memory."""
 
 
 class _Memory(NamedTuple):
-    """The place of elements: bytes `start` to `stop` of a device."""
+    """The memory of one tensor: bytes `start` to `stop` of a device."""
 
     device: str
     start: int
@@ -39,7 +39,7 @@ class SharedMemory(Observer):
     def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         """
         Raises:
-            LayoutError: a parameter shares memory with another one, or has none any more.
+            LayoutError: a parameter shares memory with another one, or its memory was released.
         """
         own = [each for name, param in model.named_parameters() for each in _memory_of(name, param)]
         _refuse_shared([*own, *_memory_of_engines()])
@@ -58,7 +58,7 @@ def _memory_of(name: str, param: nn.Parameter) -> Iterator[_Memory]:
     source = source_of(param)
     values = param.detach() if source is None else source.memory(param)
     if values is None:
-        return  # in parts on the ranks
+        return  # its values are partitioned over the ranks
     if not values.numel() or values.is_meta or values.layout != torch.strided:
         return
     size = values.element_size()
@@ -81,7 +81,7 @@ def _memory_of_engines() -> Iterator[_Memory]:
 
 
 def _refuse_shared(memory: Iterable[_Memory]) -> None:
-    reaching: list[_Memory] = []  # beyond the start of the next one
+    reaching: list[_Memory] = []  # those that end after the start of the next one
     for each in sorted(memory, key=lambda each: each[:3]):
         reaching = [other for other in reaching if other.device == each.device and other.stop > each.start]
         for other in reaching:

@@ -1,11 +1,11 @@
-"""`state_dict()` and `load_state_dict()` of a sharded model and of its parts.
+"""Implements `state_dict()` and `load_state_dict()` of a sharded model and of its parts.
 
-`state_dict()` gives full CPU tensors in the parameters' own dtypes, from the masters. These are copies and cannot be written
-(`StateDictEntry`). Other ranks get meta tensors where their host memory has no room. It is a collective, except where full
-parameters show what the masters have: at stages 0 to 2 in the parameters' own dtype. Tied parameters are one tensor.
+`state_dict()` returns full CPU tensors in the parameters' own dtypes, from the masters. These are copies and cannot be written
+(`StateDictEntry`). Ranks other than 0 get meta tensors if their host memory has no room. It is a collective, except where full
+parameters have the masters' values: at stages 0 to 2 in the parameters' own dtype. Tied parameters are one tensor.
 
-The modules' parameters are replaced by those copies while the stock method runs: hooks and overrides of user code see values.
-`load_state_dict()` gives the stock method other memory, one module at a time, and assigns what it wrote to `param.data`.
+The copies replace the modules' parameters while the stock method runs, so that hooks and overrides of user code see values.
+`load_state_dict()` gives the stock method temporary memory, one module at a time, and assigns the result to `param.data`.
 
 Inside `zero.unsharded` an entry is the parameter's own memory, as in PyTorch, on every rank, where parameters are in their
 own dtype.
@@ -37,7 +37,7 @@ Holder = tuple[nn.Module, str, nn.Parameter]
 Call = Callable[..., Any]
 
 _SHARE = 8
-"""Ranks other than 0 keep values that are at most this part of the host memory that is free."""
+"""Ranks other than 0 get values if this multiple of their bytes fits into free host memory."""
 
 
 class StateDicts(Observer):
@@ -73,7 +73,7 @@ class StateDicts(Observer):
 
     @torch.no_grad()
     def _copies(self, params: set[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Return entries of these parameters. A collective, unless full parameters show all values."""
+        """Return entries of these parameters. A collective, unless full parameters have all values."""
         needed = _SHARE * sum(param.numel() * param.element_size() for param in params)
         has_room = self._wire.rank == 0 or needed <= free_host_bytes(self._wire.size)
         found: dict[nn.Parameter, Tensor] = {}
@@ -84,9 +84,9 @@ class StateDicts(Observer):
         self._context.check()
         with self._wire.watch.operation("state_dict()"):
             if not self._context.is_unsharded:
-                self._engine.follow_writes()  # full parameters lack what user code wrote to the optimizer's tensors
+                self._engine.follow_writes()  # full parameters may lack user code's writes to the optimizer's tensors
             if not all(map(self._is_shown, spans)):
-                # Ranks meet first: these gathers would meet those of a forward on another rank.
+                # Ranks must meet first: these gathers would match those of a forward on another rank.
                 self._engine.exchange(None)
                 self._engine.finish_step()
             for span in spans:
@@ -110,7 +110,7 @@ class StateDicts(Observer):
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # version counters of what it allocates are read
+    @torch.inference_mode(False)  # it reads version counters of tensors that it allocates
     def _load(
         self, module: nn.Module, stock: Call, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -131,12 +131,12 @@ class StateDicts(Observer):
             loads.restore()
         self._context.raise_failures("load_state_dict()")
         coded = {_span_of(param): None for _, _, param in holders if _span_of(param).codec is not None}
-        if coded:  # full parameters show what codes stand for, as after every gather
+        if coded:  # full parameters must have the codes' values, as after every gather
             self._engine.refresh([*coded])
         return found
 
     def _from_rank_0(self, state: Mapping[str, Any]) -> bool:
-        """Return whether some rank has no values: rank 0 sends its own. A collective.
+        """Return whether some rank has no values, so that rank 0 must send its own. A collective.
 
         Raises:
             RankMismatchError: rank 0 has none.
@@ -181,7 +181,7 @@ class StateDicts(Observer):
 
 
 def _holders(module: nn.Module, *, recurse: bool = True) -> list[Holder]:
-    """Return where a module and its parts have sharded parameters."""
+    """Return the modules inside this one that hold sharded parameters, each with name and parameter."""
     return [
         (each, name, param)
         for each in (module.modules() if recurse else (module,))

@@ -1,4 +1,4 @@
-"""Refuses forwards inside transforms of `torch.func` that differentiate: these wrap every tensor that is made meanwhile."""
+"""Refuses forwards inside differentiating transforms of `torch.func`, which wrap every tensor that is created inside."""
 
 from __future__ import annotations
 

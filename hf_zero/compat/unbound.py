@@ -1,4 +1,4 @@
-"""A warning for training loops whose gradients no optimizer of the engine will use."""
+"""Warns about training loops whose gradients no optimizer of the engine will use."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""User code writes parameters: the master weights follow, and the optimizer continues from the written values.
+"""Writes user code's edits of parameters back to the master weights, so that the optimizer continues from them.
 
 The engine writes through its buffers, never through a parameter. So a parameter's version counter changes only when user
-code writes it in place, and one sum of counters tells whether it did. Counters are compared before written values could be
+code writes it in place, and one sum of counters shows whether it did. Counters are compared before written values could be
 lost: before a release, a gather, a step, a save, and before masters are read.
 
 Torch does not count writes through `param.data`. Reading `data` marks the parameter: a digest of its values is compared at
 the same points, as long as a view of the values may exist outside the engine.
 
-The ranks make the same edits. A digest of all edits is part of the agreement that ends each backward.
+All ranks must make the same edits. A digest of all edits is part of the agreement at the end of each backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST = 0x7FFFFFFF
 
 
 class Writes(Observer):
-    """Finds writes to parameters and carries them into the masters."""
+    """Finds writes to parameters and writes them back to the masters."""
 
     def attach(self, engine: Engine) -> None:
         self._engine, self._context, self._units = engine, engine.context, engine.units
@@ -44,15 +44,15 @@ class Writes(Observer):
         self._marked: dict[Span, dict[int, list[int]]] = {}
         """By span, parameters whose `data` was read, with digests of their values."""
         self._shown: dict[Span, Tensor] = {}
-        """After a write to a span that is gathered as codes: what `local` shows until the next gather."""
+        """By span that is gathered as codes, the values of `local` after a write, until the next gather."""
         self._mark = 0
         self._edits: dict[str, list[int]] = {}
         """By parameter, the digest of its values after the last write."""
 
-    # When -------------------------------------------------------------------------------------------------------------
+    # Events -----------------------------------------------------------------------------------------------------------
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
-        if self._marked:  # before a graph has views, too
+        if self._marked:  # must run before the graph holds views, too
             self.before_save()
 
     def before_backward(self) -> None:
@@ -62,7 +62,7 @@ class Writes(Observer):
         self.before_save()
 
     def before_save(self) -> None:
-        """Carry all writes into the masters."""
+        """Write all edits back to the masters."""
         if self._context.reshards:
             for unit in self._units:
                 if unit.state is State.GATHERED:
@@ -92,7 +92,7 @@ class Writes(Observer):
             self._record_digests(unit)
 
     def masters_written(self, unit: Unit) -> None:
-        # Where a master is the memory of `local`, it has the writes, and a digest of both tells nothing.
+        # A master in the memory of `local` has the writes already, so a digest cannot find them.
         self._find_writes(unit, [span for span in unit.spans if not span.master_is_local])
         self.writes_dropped(unit)
 
@@ -120,17 +120,17 @@ class Writes(Observer):
         if place is None or place.unit.ignores_writes:
             return
         span, index = place.span, place.index
-        # The assigned values replace what was written in place before.
+        # The assigned values replace earlier writes in place.
         [self._versions[span][index]] = _versions([param])
         self._record_edit(span, [index], [values.to(span.view(index))])
 
-    # What -------------------------------------------------------------------------------------------------------------
+    # Finding writes ---------------------------------------------------------------------------------------------------
 
     def _find_writes(self, unit: Unit, spans: Sequence[Span] | None = None) -> None:
-        """Carry what was written to a unit's parameters, which are readable, since the last call.
+        """Find and write back edits of a unit's parameters, which must be readable, since the last call.
 
         Args:
-            spans: of the unit, these alone; None: all.
+            spans: the spans of the unit to check; None: all.
         """
         if unit.ignores_writes:
             return
@@ -152,28 +152,28 @@ class Writes(Observer):
                     del self._marked[span]
 
     def _record_versions(self, unit: Unit) -> None:
-        """Writes up to now are known."""
+        """Record the version counters: only later writes are new."""
         for span in unit.spans:
             self._versions[span] = _versions(span.params)
         self._totals[unit.index] = sum(sum(self._versions[span]) for span in unit.spans)
 
     def _record_digests(self, unit: Unit) -> None:
-        """Take values up to now as known."""
+        """Record digests of marked parameters: only later writes are new."""
         for span in unit.spans if self._marked else ():
             if span in self._marked:
                 self._marked[span] = dict(_digests(span, self._marked[span]))
 
     def _rewritten(self, span: Span) -> list[int]:
-        """Return the parameters that were written in place since the last call, as torch counts."""
+        """Return the parameters that were written in place since the last call, by their version counters."""
         return [index for index, (a, b) in enumerate(zip(self._versions[span], _versions(span.params))) if a != b]
 
     def _same_everywhere(self, span: Span, written: Sequence[int]) -> list[int]:
-        """Return those of the written parameters whose values are the same on every rank where user code wrote the same.
+        """Return those of the written parameters that have equal values on all ranks if user code made the same edit.
 
-        Of the others each rank's memory shows its own part of what was written to the optimizer's tensors.
+        The others share memory with the optimizer's tensors, which user code also wrote: each rank sees only its own part.
 
         Raises:
-            StateError: user code wrote the optimizer's tensors of these parameters, too, in other memory.
+            StateError: user code also wrote the optimizer's tensors of these parameters, which are separate memory.
         """
         both = {*self._engine.with_group_writes([span.params[index] for index in written])} if written else set()
         if both and not span.master_is_local:
@@ -191,7 +191,7 @@ class Writes(Observer):
             self._record_edit(span, noted, [span.view(index) for index in noted])
 
     def _record_edit(self, span: Span, written: list[int], values: list[Tensor]) -> None:
-        """Record these values of parameters, which the masters have.
+        """Record edits of these parameters, whose values the masters already have.
 
         Raises:
             StateError: the parameters were updated before they were written.
@@ -215,7 +215,7 @@ class Writes(Observer):
     # All ranks --------------------------------------------------------------------------------------------------------
 
     def values_for_max(self) -> list[int]:
-        """Return a number that is the same on every rank where the same was written, and its complement."""
+        """Return a digest that is equal on ranks that made the same edits, and its complement."""
         mark = self._mark & _MOST
         return [mark, _MOST - mark]
 
@@ -251,6 +251,6 @@ def _digests(span: Span, indices: Collection[int]) -> Iterable[tuple[int, list[i
 
 
 def _fingerprints(values: Sequence[Tensor]) -> list[list[int]]:
-    """Return a digest of each, with one wait for the device."""
+    """Return a digest of each tensor, with one wait for the device."""
     found: list[list[int]] = torch.stack([fingerprint(each.detach()) for each in values]).tolist()
     return found

@@ -1,1 +1,1 @@
-"""Which elements belong together, and in which types: no values, no processes."""
+"""Foundations without values or processes: layout, units, dtypes, lazy gradients, patches of instances."""

@@ -1,4 +1,4 @@
-"""Signals that wait until a step is complete, so that all ranks stop at the same step."""
+"""Defers signals until a step is complete, so that all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _HELD = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM")
 
 
 class HeldSignals:
-    """`with held:` runs Python handlers of signals after the block, in their order.
+    """`with held:` defers Python handlers of signals to the end of the block, in order of arrival.
 
-    A second signal of the same kind is handled at once: it ends a block that hangs. Works in the main thread, the only one that
-    runs handlers; elsewhere it does nothing.
+    A second signal of the same kind is handled at once, to end a block that hangs. Does nothing outside the main thread, the
+    only one that runs handlers.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class HeldSignals:
 
 
 def _raise_all(numbers: Sequence[int]) -> None:
-    """Raise each signal, also where the handler of one before raises an exception."""
+    """Raise each signal, also if the handler of an earlier one raises an exception."""
     try:
         if numbers:
             signal.raise_signal(numbers[0])

@@ -1,16 +1,16 @@
-"""The layout: which rank owns which elements of each parameter. Integers only, for any number of ranks.
+"""The layout decides which rank owns which elements of each parameter. Integers only, for any number of ranks.
 
 A **unit** is a set of parameters that move together. Its parameters are partitioned into **spans** of equal (dtype, compute
 dtype, trainable, optimizer). A span is one 1-D buffer of parameters in row-major order. It is padded at the end to
 `shards` equal slices of a multiple of `ALIGN_NUMEL` elements, and rank r owns slice r. Parameters of odd sizes come last: a
-matrix after a scale of one element would have an address that kernels are slow with (cuBLAS below 16 bytes), or round
-differently at (MKL with small matrices on AMD). Gather and reduce buffers, the optimizer's tensors, byte counts and
+matrix after a scale of one element would have an unaligned address, with which kernels are slow (cuBLAS below 16 bytes) or
+round differently (MKL with small matrices on AMD). Gather and reduce buffers, the optimizer's tensors, byte counts and
 checkpoint ranges follow from this arithmetic.
 
 That is the owner rule `slice`. With `whole` (`ParamSpec.step_cost`) every parameter has one owner, for optimizers that need
-full matrices. Parameters are dealt to the ranks over all spans of the layout, the costliest first, each to the rank with the
-lowest cost so far (longest processing time first: Graham 1969, at most 4/3 of the optimum). They are ordered by owner, so
-slices are ragged: not padded, possibly empty.
+full matrices. Parameters of all spans are assigned to ranks, the costliest first, each to the rank with the lowest cost so
+far (longest processing time first: Graham 1969, at most 4/3 of the optimum). They are ordered by owner, so slices are ragged:
+not padded, possibly empty.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class ParamSpec:
 
     Attributes:
         names: all names.
-        shape: the parameter's.
-        dtype: the parameter's own, which `state_dict` and checkpoints have.
-        compute_dtype: in which it is gathered and used.
-        master_dtype: of the owner's slice, which the optimizer updates.
-        trainable: the parameter requires a gradient.
-        optimizer: number of its optimizer; -1: in none. Optimizer groups do not matter: segments split a span by group.
+        shape: its shape.
+        dtype: its own dtype, in `state_dict` and checkpoints.
+        compute_dtype: the dtype in which it is gathered and used.
+        master_dtype: the dtype of the owner's slice, which the optimizer updates.
+        trainable: it requires a gradient.
+        optimizer: number of its optimizer; -1: in none. Groups are not part of the layout: segments split a span by group.
         step_cost: 0: partitioned over the ranks. Else it has one owner, and this is the cost of the optimizer's step over it,
             in any unit, the same for all parameters.
         state_bytes: with `step_cost`: bytes of each array of its optimizer state.
-        gathered_in: wire format of its values in gathers, see `ZeroConfig.wire`; none: the compute dtype.
+        gathered_in: wire format of its values in gathers, see `ZeroConfig.wire`; `none`: the compute dtype.
     """
 
     names: tuple[str, ...]
@@ -103,9 +103,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Extent(Generic[S]):
-    """A range of `numel` elements: `start` on here is `source_start` on of `source`.
+    """A range of `numel` elements, which begins at `source_start` in `source` and at `start` in another array.
 
-    The function that returns an extent says what `start` counts in: a parameter, a slice, or a tensor of a file.
+    Functions that return extents document that array: a parameter, a slice, or a tensor of a file.
     """
 
     source: S
@@ -127,7 +127,7 @@ class Extent(Generic[S]):
         return slice(self.source_start, self.source_start + self.numel)
 
     def intersect(self, start: int, stop: int) -> Extent[S] | None:
-        """Return the part from `start` to `stop`, counted as `self.start`; None if it is empty."""
+        """Return the part between `start` and `stop`, which count as `self.start` does; None if it is empty."""
         low, high = max(self.start, start), min(self.stop, stop)
         return Extent(self.source, self.source_start + low - self.start, low, high - low) if low < high else None
 
@@ -144,13 +144,13 @@ class SpanLayout:
         index: unique in the layout.
         slots: the parameters.
         used_numel: without the padding at the end.
-        slice_numel: elements of every rank's slice. Of ragged slices: of the largest, or of one rank's (`Layout.for_rank`).
+        slice_numel: elements of every rank's slice. If slices are ragged, of the largest, or of one rank's (`Layout.for_rank`).
         shards: number of slices.
         cuts: offsets of ragged slices and the end; empty for equal slices.
         owned_slots: for an optimizer of full matrices: the parameters in the slice of the rank that `slice_numel` describes.
-        share: the part of `owned_slots` that counts, see `Layout.for_average_rank`.
-        is_updated: an optimizer has the span.
-        is_unsliced: an optimizer of full matrices has it: no slice and no tier has a part of one.
+        share: the fraction of `owned_slots` that counts, see `Layout.for_average_rank`.
+        is_updated: an optimizer updates the span.
+        is_unsliced: its optimizer needs full matrices, so that no parameter is divided between slices or tiers.
     """
 
     index: int
@@ -232,11 +232,11 @@ class UnitLayout:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One module's forward that uses one unit, in order. The memory of a step follows from the visits.
+    """One module's forward that uses one unit. The memory of a step follows from the order of visits.
 
     Attributes:
         unit: number of the unit.
-        is_embedding: the inputs are indices: its backward needs no weights, and only the end of backward shows that it is over.
+        is_embedding: its inputs are indices, so its backward needs no weights and ends only with the whole backward.
         inner: visits inside this one.
     """
 
@@ -324,7 +324,7 @@ class Layout:
         return sorted(found, key=lambda at: uses[at].last, reverse=True)
 
     def for_rank(self, rank: int) -> Layout:
-        """Return the layout with `slice_numel` of ragged slices as this rank's."""
+        """Return the layout with the `slice_numel` of this rank in ragged spans."""
         if not any(span.cuts for span in self.spans):
             return self
 
@@ -337,7 +337,7 @@ class Layout:
         return self._map_spans(own)
 
     def for_average_rank(self) -> Layout:
-        """Return the layout of an average rank: each ragged slice has the part that the rank with most elements owns."""
+        """Return a layout in which each ragged slice has the fraction of elements that the most loaded rank owns in total."""
         share = max(self.imbalance(), default=0.0) / self.shards
 
         def even(span: SpanLayout) -> SpanLayout:
@@ -393,8 +393,7 @@ def _assign_owners(specs: Sequence[ParamSpec], shards: int) -> dict[str, int]:
     """Return the owner of each parameter that has one, by its name."""
     loads = [(0, 0, rank) for rank in range(shards)]
     owner_of = {}
-    # Must be deterministic: every rank computes the owners by itself.
-    # The sort is stable, and ties in the heap end with the rank.
+    # Must be deterministic, because every rank computes the owners: the sort is stable, and ties in the heap end with the rank.
     for spec in sorted((spec for spec in specs if spec.step_cost > 0), key=lambda spec: -spec.step_cost):
         cost, numel, rank = heappop(loads)
         owner_of[spec.name] = rank

@@ -4,7 +4,7 @@ Operations on a `DistributedGrad`:
 
 * Norms of all elements come from the source, over all ranks.
 * Elementwise in-place operations (`mul_`, `clamp_`, `copy_`, …) run on the elements that each rank owns.
-* All others run on the values that the source returns; written values go back to the source.
+* All others run on the values that the source returns; written values are returned to the source.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class GradSource:
     """Provides the elements of one lazy gradient.
 
     Attributes:
-        is_alive: False after the gradient was cleared or replaced: a kept lazy gradient must not be used any more.
-        is_slice: other ranks have other elements.
+        is_alive: False after the gradient was cleared or replaced: user code that kept it must not use it any more.
+        is_slice: the gradient is this rank's slice; other ranks have other elements.
     """
 
     is_alive = True
@@ -81,9 +81,9 @@ class DistributedGrad(Tensor):
     """A tensor whose elements `source` provides, or a view of one (`grad[0]`).
 
     Attributes:
-        source: of the elements.
-        steps: views that lead from the full gradient to this one.
-        is_whole: it has all elements: its norms are those of the gradient.
+        source: provides the elements.
+        steps: view operations that lead from the full gradient to this tensor.
+        is_whole: the tensor has all elements, so that its norms are those of the gradient.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -200,7 +200,7 @@ def _norm(grad: DistributedGrad, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach operation on one gradient at a time: only one is gathered."""
+    """Run a foreach operation on one gradient at a time, so that only one is gathered."""
     count = len(args[0])
     out: list[Any] = []
     for at in range(count):
@@ -279,7 +279,7 @@ def _write_or_read(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
 def _changes_elements(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DistributedGrad]
 ) -> bool:
-    """Run an in-place operation on this rank's elements, if it works on each element by itself."""
+    """Run an in-place operation on this rank's elements, if it is elementwise. Returns whether it did."""
     target = written[0]
     if len(written) > 1 or name.removeprefix("_foreach_") not in _POINTWISE or target.steps:
         return False
@@ -310,7 +310,7 @@ def _changes_elements(
 
 
 def _unscale(func: Any, grads: list[Tensor], found: Tensor, scale: Tensor) -> None:
-    """Report overflows of any rank to a loss scaler: else a rank without one would step while another skips."""
+    """Report overflows of any rank to a loss scaler: otherwise a rank without one would step while another skips."""
     for grad in grads:
         if isinstance(grad, DistributedGrad):
             found.copy_(torch.maximum(found, grad.source.overflow().to(found.device, found.dtype)))

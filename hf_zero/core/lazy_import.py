@@ -1,6 +1,6 @@
-"""Functions that know a library, imported only in programs that use it.
+"""Functions for an optional library, imported only in programs that use the library.
 
-The folders below `huggingface` name such functions in tables, as text: they import neither the library nor what knows it.
+The folders below `huggingface` name such functions as text: they import neither the library nor code that does.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 
 class LazyFunction(NamedTuple):
-    """Names a function.
+    """The name of a function to import later.
 
     Attributes:
-        library: the module that must be loaded, or installed, for the function to be of use.
-        module: of the function, in this package.
-        name: of the function.
+        library: the module that must be loaded or installed before the function is imported.
+        module: the function's module, inside this package.
+        name: the function's name.
     """
 
     library: str

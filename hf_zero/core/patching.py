@@ -15,7 +15,7 @@ Attributes = list[tuple[Any, str, Any]]
 
 
 class PatchedMethod:
-    """A method of one instance. A copy of the instance calls its class's method."""
+    """The replacement of one instance's method. A copy of the instance calls its class's method instead."""
 
     def __init__(self, target: Any, name: str, method: Callable[..., Any], stock: Any) -> None:
         update_wrapper(self, stock, updated=())
@@ -23,7 +23,7 @@ class PatchedMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The replaced method's, with the instance in front, which `inspect` drops: accelerate asks `zero_grad` for its own."""
+        """The replaced method's signature, with `self`, which `inspect` drops: accelerate inspects that of `zero_grad`."""
         found = inspect.signature(vars(self)["__wrapped__"])
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         return found.replace(parameters=[first, *found.parameters.values()])
@@ -38,7 +38,7 @@ class PatchedMethod:
 
 
 class Patches:
-    """Methods of instances that were replaced, until `restore` restores them."""
+    """Replaces methods of instances, until `restore`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -103,4 +103,4 @@ def _set(owner: Any, name: str, value: Any) -> None:
     elif value is _MISSING:
         del owner.__dict__[name]
     else:
-        owner.__dict__[name] = value  # not setattr: nn.Module sorts what it is given into registries
+        owner.__dict__[name] = value  # not setattr: nn.Module would register parameters and modules

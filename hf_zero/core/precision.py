@@ -74,10 +74,10 @@ class Precision:
         return Precision(_MODES[mode], dtype_of(reduce_dtype or "float32"), tuple(full_precision), wire)
 
     def gathered_in(self, names: Sequence[str], shape: Sequence[int], trainable: bool) -> str:
-        """Return the wire format of a parameter's values in gathers; none: its compute dtype.
+        """Return the wire format of a parameter's values in gathers; `none` for its compute dtype.
 
-        Vectors (norms, biases) are not rounded: they are small, and each element affects every activation. Neither are frozen
-        parameters, whose rounding no update corrects, nor those that `full_precision` names.
+        Vectors (norms, biases) are not rounded: they are small, and each element affects every activation. Frozen parameters
+        are not, because no update corrects their rounding, and those in `full_precision` are not.
         """
         kept = any(fnmatchcase(name, pattern) for pattern in self.full_precision for name in names)
         return self.wire if trainable and len(shape) > 1 and not kept else "none"

@@ -1,7 +1,7 @@
-"""Entries of a state dict that are copies of parameters.
+"""Entries of a state dict that are copies of parameters, and refuse writes.
 
-In PyTorch `model.state_dict()["x"].copy_(v)` writes the parameter. A copy would take that write and lose it, so a write to an
-`StateDictEntry` raises. Entries without values (meta tensors, on ranks without enough memory) raise where values are read.
+In PyTorch `model.state_dict()["x"].copy_(v)` writes the parameter. A copy would silently lose that write, so writing to a
+`StateDictEntry` raises. Entries without values (meta tensors, on ranks without enough memory) raise when values are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StateDictEntry(Tensor):
     """A copy of a parameter's values, or a meta tensor of its shape and dtype. Views of an entry are entries, too.
 
     Attributes:
-        is_moved: the parameter is not on the CPU: `.cpu()` of it makes a copy, so `.cpu()` of the entry does, too.
+        is_moved: the parameter is not on the CPU. `.cpu()` of the parameter would copy, so `.cpu()` of the entry does, too.
 
     Raises:
         StateError: the entry is written, or has no values where values are needed.
@@ -57,7 +57,7 @@ class StateDictEntry(Tensor):
             return tree_map_only(Tensor, lambda made: _marked(made, mine), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a tensor of the caller's own, which can be written; without values it stays an entry."""
+        """Return a plain copy, which can be written; a copy without values stays an entry."""
         return state_dict_entry(torch.empty_like(self)) if self.is_meta else copy.deepcopy(_plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -76,8 +76,8 @@ def state_dict_entry(values: Tensor, *, is_moved: bool = False) -> StateDictEntr
 def with_own_storage(view: Tensor) -> Tensor:
     """Return the same memory as a tensor with a storage of its own.
 
-    Parameters of a span share a storage. Code that saves finds tied weights by their storage: accelerate would keep one
-    parameter of a span, and `torch.save` of one entry would write the whole span.
+    Parameters of a span share a storage, by which code that saves finds tied weights: accelerate would keep one parameter of
+    a span, and `torch.save` of one entry would write the whole span.
     """
     if not view.numel():
         return view
@@ -131,7 +131,7 @@ def _shares(value: Tensor, entries: Iterable[StateDictEntry]) -> bool:
 
 
 def _marked(made: Tensor, mine: Sequence[StateDictEntry]) -> Tensor:
-    """Make a view of an entry an entry; so, too, a meta tensor that was computed from one."""
+    """Return views of entries, and meta tensors that were computed from one, as entries."""
     of = next((each for each in mine if _shares(made, (each,))), None)
     if of is not None:
         return state_dict_entry(made, is_moved=of.is_moved)

@@ -4,13 +4,13 @@ Blocks are the model's `_no_split_modules`, else children of one class in a `Mod
 modules. The remaining parameters (embeddings, head, final norm) belong to the modules that hold them: a large one is a unit, a
 small one joins the block next to it in registration order.
 
-Two units, a bucket and transfers under way are in memory at a time, so the bytes of units are bounded, whatever the model's
+Two units, a bucket and running transfers are in memory at a time, so the bytes of a unit are bounded, whatever the model's
 size: a block above `unit_bytes` is split into its children (attention | MLP), and runs of leaf modules end at `run_bytes`. A
-parameter that several units use (tied weights, a bias of all layers) is a unit whose hosts are theirs. These units are joined
-only if that keeps no more in memory than the shared parameter takes anyway.
+parameter that several units use (tied weights, a bias of all layers) becomes a unit that all their hosts gather. Instead the
+units are joined if that keeps at most twice the shared bytes in memory.
 
-A module that the user names (`ZeroConfig.units`) is one unit of any size, with all modules inside it. Only parameters that
-modules outside use too are in other units, which its forward gathers as well.
+A module that the user names (`ZeroConfig.units`) is one unit of any size, with all modules inside it. Parameters that modules
+outside of it also use are in other units, which its forward gathers as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .layout import Visit
 T = TypeVar("T")
 _MIN_BLOCKS = 2
 _SIZE_PARTS = 8  # a small model without blocks is split into about this many units
-_SMALL = 16  # a part is small if it has this fraction of the bytes of what it could be split from, or joined to
+_SMALL = 16  # a part is small if it has at most 1/16 of the bytes of the block that it is split from, or joined to
 _CHOOSING = frozenset({nn.AdaptiveLogSoftmaxWithLoss})
 """torch's modules that run a child only for the samples that select it, and not at all without any."""
 
@@ -63,7 +63,7 @@ class Group:
         params: in order.
         is_block: a block, or a part of one: other groups may join it, and it joins none.
         is_named: the user asked for exactly this unit.
-        is_isolated: used in several places, or around other units: parameters that joined it would be in memory all that time.
+        is_isolated: no small group may join it: it is used in several places or around other units, and so long in memory.
     """
 
     name: str
@@ -191,9 +191,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     chosen = {inner for module in model.modules() if type(module) in _CHOOSING for inner in module.modules()}
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in chosen:
-            there = [
-                child for child in module if child is not None
-            ]  # as lists of optional layers have (x-transformers)
+            # Lists of optional layers (x-transformers) have None.
+            there = [child for child in module if child is not None]
             kinds = Counter(type(child) for child in there if _has_params(child))
             # Repeated leaves (a stack of Linear layers) are split by size instead: one of them may be tiny.
             children += [

@@ -1,6 +1,6 @@
 """The core: parameters in spans, spans in units, a schedule that moves units, and optimizers over segments.
 
-It knows no unusual user program and no diagnostics. Both attach as observers (`observer.Observer`).
+Support for unusual user programs and diagnostics attach as observers (`observer.Observer`); nothing here depends on them.
 """
 
 from .engine import Engine

@@ -30,12 +30,12 @@ class Binding:
     """One optimizer of one model.
 
     Args:
-        index: which of the model's optimizers it is.
+        index: its number among the model's optimizers.
         originals: by group, the model's parameters.
-        kind: what it steps over.
+        kind: whether it steps over elements or full matrices.
 
     Attributes:
-        segments: by group, what the group holds.
+        segments: by group, the segments in it.
         moves_all: its step changes parameters without a gradient, too.
         param_names: names that user code gave parameters in `group["param_names"]`.
         shared_spans: spans that also have parameters of another optimizer or of none, with the indices of this one's.
@@ -44,16 +44,11 @@ class Binding:
     def __init__(
         self, optimizer: torch.optim.Optimizer, index: int, originals: Groups, context: Context, kind: Kind
     ) -> None:
-        self.optimizer, self.index, self.originals, self.kind, self._context = (
-            optimizer,
-            index,
-            originals,
-            kind,
-            context,
-        )
+        self.optimizer, self.index, self.originals = optimizer, index, originals
+        self.kind, self._context = kind, context
         self._group_of: dict[nn.Parameter, int] = {}
         self._grouped: Groups | None = None
-        """The `originals` that `_group_of` was made of."""
+        """The `originals` from which `_group_of` was built."""
         self.segments: list[list[Segment]] = [[] for _ in originals]
         self.spans: list[Span] = []
         self.shared_spans: dict[Span, list[int]] = {}
@@ -84,12 +79,12 @@ class Binding:
                 group["params"] = [each.tensor for each in mine if each.span.tier is Tier.DEVICE]
 
     def is_current(self) -> bool:
-        """Return whether the groups hold what `show_segments` has put there."""
+        """Return whether user code has not changed the groups since `show_segments`."""
         groups = self.optimizer.param_groups
         return [list(map(id, group["params"])) for group in groups] == self._shown
 
     def return_moved_tensors(self) -> None:
-        """Make tensors that the optimizer has given other memory views of the master again."""
+        """Make tensors whose memory the optimizer has replaced views of the master again, with their new values."""
         for group in self.segments:
             for segment in group:
                 segment.was_moved = False
@@ -98,7 +93,7 @@ class Binding:
                 before: Any = segment.span.master[segment.as_slice]
                 values = segment.tensor.detach()
                 entries = self.state_of(segment)
-                for name, value in entries.items():  # it may have kept the former memory
+                for name, value in entries.items():  # the optimizer may have kept the former memory as state
                     if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == _storage_of(before):
                         entries[name] = value.clone()
                 before.copy_(values.reshape(-1))
@@ -133,7 +128,7 @@ class Binding:
         return parts
 
     def parts(self, segment: Segment, key: Callable[[int], object]) -> list[Segment]:
-        """Return the parts of a segment, with the optimizer's state of it. The caller puts them in its place in `segments`."""
+        """Return the parts of a segment, and divide its state. The caller replaces the segment in `segments` by them."""
         runs = runs_of(segment, key)
         if len(runs) < 2:
             return [segment]
@@ -150,12 +145,12 @@ class Binding:
     # Life -------------------------------------------------------------------------------------------------------------
 
     def guard_state(self, wait_for_step: Callable[[], None]) -> None:
-        """Let access to `optimizer.state` wait for the running step. User code may have assigned another dictionary since."""
+        """Let access to `optimizer.state` wait for the running step. Called often: user code may assign another dictionary."""
         if not isinstance(self.optimizer.state, SegmentStates):
             self.optimizer.state = SegmentStates(self.optimizer.state, wait_for_step)
 
     def take_state(self) -> None:
-        """Give the segments the state that the optimizer has of the model's parameters, if any."""
+        """Move the state that the optimizer has for the model's parameters to the segments."""
         before: Any = self.optimizer.state
         known = {param for params in self.originals for param in params}
         saved = {param: entries for param, entries in before.items() if param in known}

@@ -1,4 +1,4 @@
-"""The optimizers that are bound to one engine: their methods, their steps, and their groups when these change."""
+"""The optimizers that are bound to one engine: wraps their methods and steps, and follows changes of their groups."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 _VERSION = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 _MODES = ("train", "eval")
-"""Methods of schedule-free optimizers that write what the groups hold."""
+"""Methods of schedule-free optimizers that write the tensors in groups."""
 
 
 class PinnedUnits(Protocol):
-    """Full parameters that stay gathered for a while, and that user code may write."""
+    """Full parameters that a context keeps gathered, and that user code may write."""
 
     def refuse_writes(self) -> None:
-        """Raise `StateError` where user code wrote them: the optimizer's tensors of them were written, too."""
+        """Raise `StateError` if user code wrote them, because it wrote the optimizer's tensors of them, too."""
 
     def renew(self) -> None:
-        """Gather again: the masters were written. A collective."""
+        """Gather again, after the masters were written. A collective."""
 
 
 class BoundOptimizers:
@@ -59,7 +59,7 @@ class BoundOptimizers:
         self._versions: list[int]
         self.mark_versions()
         self._read: dict[Segment, int] = {}
-        """Segments whose `data` was read since the last step, with samples of their values."""
+        """Segments whose `data` was read since the last step, each with a sample of its values."""
         self._context.events.before_forward.append(lambda *_: self.follow_writes())
         self._context.events.before_part.append(self._follow_once)
         self._context.events.segment_data_read.append(self._data_read)
@@ -101,14 +101,14 @@ class BoundOptimizers:
         self.mark_versions()
 
     def follow_groups(self) -> None:
-        """Translate what user code has done to groups. A collective where it has; user code does the same on every rank."""
+        """Bind again if user code has changed groups, in the same way on every rank. A collective if it has."""
         if not all(binding.is_current() for binding in self.bindings):
             self.bind([binding.optimizer for binding in self.bindings])
 
     def _wanted(
         self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
-        """Return the optimizers to bind. A single one joins the others, in place of those that have one of its parameters."""
+        """Return the optimizers to bind. A single one is added, and replaces those that share a parameter with it."""
         if not isinstance(optimizers, torch.optim.Optimizer):
             return list(optimizers)
         bound = [binding.optimizer for binding in self.bindings]
@@ -154,7 +154,7 @@ class BoundOptimizers:
         self._engine.finish_step()
         return state_dict(self.get(optimizer), self._context.wire)
 
-    @torch.inference_mode(False)  # what it allocates is trained later
+    @torch.inference_mode(False)  # the tensors that it allocates are trained later
     def _load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         self.get(optimizer, "load_state_dict()")
         self.follow_groups()
@@ -165,7 +165,7 @@ class BoundOptimizers:
 
     @property
     def runs_closure_first(self) -> bool:
-        """Return whether the optimizer's arithmetic sees no gradients, so that a closure must run before it."""
+        """Return whether a closure must run before the optimizer's arithmetic, which then sees no gradients."""
         return self._context.config.offloads
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -197,12 +197,12 @@ class BoundOptimizers:
             binding.hide_offloaded()
 
     def before_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give parameters the values that a step which calls its closure has written."""
+        """Copy to the parameters what the step has written before it calls its closure."""
         self._pause(optimizer)
         self.follow_writes()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gather what the optimizer has written."""
+        """Start offloaded updates, and gather the values that the optimizer has written."""
         engine, binding = self._engine, self.get(optimizer)
         if engine.stepper is not None:
             binding.show_segments()
@@ -233,7 +233,7 @@ class BoundOptimizers:
             self._pause(optimizer)
 
     def _pause(self, optimizer: torch.optim.Optimizer) -> None:
-        """Show all segments and their gradients in the groups while the optimizer's arithmetic does not run."""
+        """Put all segments and their gradients back into the groups, while the optimizer's arithmetic does not run."""
         binding = self.get(optimizer)
         self._context.hides_host_gradients = False
         if self._engine.stepper is not None:
@@ -246,23 +246,23 @@ class BoundOptimizers:
     # Writes outside of steps ------------------------------------------------------------------------------------------
 
     def _write(self, optimizer: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method that writes what the groups hold, maybe through `.data`."""
+        """Run a method that writes the tensors in groups, maybe through `.data`."""
         self.get(optimizer, method.__name__)
         self._engine.quiesce()
         if self._engine.pinned is not None:
-            # Before the write: where full parameters are the masters' memory, both show it.
+            # Must run before the write: where full parameters share the masters' memory, it would look like a write to both.
             self._engine.pinned.refuse_writes()
         result = method(*args, **kwargs)
         self._refresh()
         return result
 
     def follow_writes(self) -> None:
-        """Carry what user code wrote to tensors of the groups to the parameters. A collective where it wrote."""
+        """Copy user code's writes to tensors of the groups to the parameters. A collective if it wrote any."""
         if any(map(attrgetter("ignores_writes"), self._context.units)):
-            return  # `GatheredParameters` shows values that are not in the masters yet
+            return  # inside `GatheredParameters`, which shows values that are not in the masters yet
         tensors, versions = self._current()
         is_counted = versions != self._versions
-        if is_counted:  # not by a split alone: a segment that was split in two here may be one on another rank
+        if is_counted:  # a split alone must not count: the segment may be unsplit on another rank
             is_counted = self._are_later(tensors, versions)
         is_uncounted = not is_counted and self._has_uncounted_writes()
         if is_uncounted and self._context.layout.shards > 1 and not self._context.reshards:
@@ -304,18 +304,18 @@ class BoundOptimizers:
             pinned.renew()
 
     def _follow_once(self, *_: object) -> None:
-        """Follow writes before the first part of the model that is called by itself after a step."""
+        """Follow writes when user code first calls a part of the model by itself after a step."""
         if not self._was_part_called:
             self._was_part_called = True
             self.follow_writes()
 
     def mark_versions(self) -> None:
-        """Take what was written to tensors in groups until now as known."""
+        """Record the versions of tensors in groups: later changes are writes by user code."""
         self._was_part_called = False
         self._known, self._versions = self._current()
 
     def _current(self) -> tuple[list[Tensor], list[int]]:
-        """Return the tensors in groups and their versions, of those without elements too: each rank must see a write."""
+        """Return the tensors in groups and their versions. Includes those without elements: each rank must see a write."""
         groups = chain.from_iterable(binding.optimizer.param_groups for binding in self.bindings)
         tensors: list[Tensor] = [*chain.from_iterable(map(itemgetter("params"), groups))]
         return tensors, _versions(tensors)

@@ -1,4 +1,4 @@
-"""Gradients of one span: from the parameters into one buffer, over the wire, to the slice that this rank owns.
+"""The gradients of one span: collected from parameters into one buffer, reduced, and added to the slice that this rank owns.
 
 * `source`: this rank's local gradients as one 1-D buffer in the reduce dtype.
 * `grad`: 1-D, the mean over ranks of this rank's slice, in the master dtype; it adds up over the backwards of a step. It is
@@ -46,7 +46,7 @@ class Bucket:
         self._offload: GradientCopy | None = None
         self.present: list[bool] = [False] * len(span.params)
         self.had_local: list[bool] = [False] * len(span.params)
-        """Which parameters have had a gradient on this rank since `clear`."""
+        """By parameter: it has had a gradient on this rank since `clear`."""
         self._held: Tensor | None = None
         self._storage = span.context.storage
         self.tier = Tier.HOST if self._storage.transient and span.tier is Tier.DISK else span.tier
@@ -57,13 +57,13 @@ class Bucket:
         self._numel, self._used_numel = layout.numel, layout.used_numel
         self._fresh_bytes = self._used_numel * span.compute_dtype.itemsize
         self._moving_bytes = self._held_bytes = self._grad_bytes = 0
-        """In the ledger: on their way, held for a later backward, reduced."""
+        """Bytes in the ledger: in transfers, held for a later backward, reduced."""
         self._parts = [(slice(slot.offset, slot.stop), slot.spec.shape) for slot in layout.slots]
 
     # Local gradients --------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Keep local gradients for a later reduce, in float32 at least. What is float32 already stays on the parameters."""
+        """Keep local gradients for a later reduce, in at least float32. Float32 gradients stay on the parameters."""
         if self.span.compute_dtype != self.span.master_dtype:
             self._held = self._collect(Precision.hold_dtype(self.reduce_dtype))
             self._count_held(self._held.nbytes)
@@ -82,14 +82,14 @@ class Bucket:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def held(self, index: int) -> Tensor | None:
-        """Return the memory in which `hold` keeps this rank's gradient of one parameter."""
+        """Return the memory in which `hold` keeps this rank's gradient of one parameter; None if it has none."""
         if self._held is None or not self.had_local[index]:
             return None
         part, shape = self._parts[index]
         return self._held[part].view(shape)
 
     def _collect(self, dtype: torch.dtype) -> Tensor:
-        """Collect local gradients, with what is held, in one buffer over the span. Parameters have none afterwards."""
+        """Collect local and held gradients in one buffer over the span. The parameters have none afterwards."""
         span, grads = self.span, take_raw_grads(self.span.params)
         present = [grad for grad in grads if grad is not None]
         if {*map(_LAYOUT, present)} - {torch.strided}:
@@ -107,7 +107,7 @@ class Bucket:
             buffer = self._storage.allocate("communication", self._purpose, self._numel * dtype.itemsize, make)
             self._moving_bytes += buffer.nbytes
             views = self._views(buffer)
-            # The padding has a master, too, and counts in norms.
+            # The padding must be zero: it has a master, and counts in norms.
             buffer[self._used_numel :].zero_()
             if len(present) == len(views):
                 torch._foreach_copy_(views, present)
@@ -130,7 +130,7 @@ class Bucket:
     def take_source(self, wire: Wire) -> Tensor:
         """Return the local gradients as one 1-D buffer in the reduce dtype. The parameters have none afterwards."""
         span = self.span
-        # Of one parameter no rank sends the padding: a rank whose buffer had none would be read past its end.
+        # With one parameter no rank sends padding: the gradient itself may be the buffer, and would be read past its end.
         is_ragged = len(span.params) == 1 and wire.ragged
         if is_ragged and self._held is None:
             grad = raw_grad(span.params[0])
@@ -158,7 +158,7 @@ class Bucket:
         self._count_moving(source.nbytes + mean.nbytes)
         if span.layout.shards > 1:
             return wire.reduce(source, mean, span.layout.index, span.layout.cuts), mean, source
-        # Without padding, as `take_source` may give it on another rank: an all-reduce needs equal lengths.
+        # Without padding, which `take_source` may leave out on another rank: an all-reduce needs equal lengths.
         return wire.average(source[: self._used_numel], mean, span.layout.index), mean, source
 
     def add(self, mean: Tensor) -> None:
@@ -180,13 +180,13 @@ class Bucket:
             self.grad[: mean.numel()].add_(mean)
         else:
             self.grad = mean
-        self._count_moving(0)  # first: the mean may be the gradient from here on, one memory
+        self._count_moving(0)  # before `count_grad`: the mean may have become the gradient, which must not count twice
         self.count_grad()
 
     # The ledger -------------------------------------------------------------------------------------------------------
 
     def count_fresh(self) -> None:
-        """Count the local gradients that a backward has made, in addition to those under way."""
+        """Count the local gradients that a backward has made, in addition to those in transfers."""
         self._count_moving(self._moving_bytes + self._fresh_bytes)
 
     def _count_held(self, nbytes: int) -> None:
@@ -221,7 +221,7 @@ class Bucket:
         return self._offloaded
 
     def _start_offload(self, mean: Tensor) -> None:
-        """Start to move a reduced gradient off the device. Two of all buckets are under way at most."""
+        """Start to move a reduced gradient off the device. At most two of all buckets are under way."""
         self.wait_for_offload()
         home = self._offload_target()
         self._fold()
@@ -230,7 +230,7 @@ class Bucket:
         self._storage.limit_gradient_copies(self.wait_for_offload)
 
     def wait_for_offload(self) -> None:
-        """Wait until `grad` is where it is stored. A failed disk is recorded: all ranks raise at the end of the backward."""
+        """Wait until `grad` is stored off the device. Records a failed disk: all ranks raise at the end of the backward."""
         gradient_copy = self._offload
         if gradient_copy is None:
             return
@@ -264,7 +264,7 @@ class Bucket:
         self.factor = None
 
     def read(self, part: slice) -> Tensor:
-        """Return elements of the reduced gradient: a view, or a copy of what is on disk.
+        """Return elements of the reduced gradient: a view, or a copy if it is on disk.
 
         Raises:
             TierError: they could not be read, on this rank alone.
@@ -278,7 +278,7 @@ class Bucket:
 
     @torch.no_grad()
     def write(self, part: slice, values: Tensor) -> None:
-        """Write elements of the reduced gradient, 1-D. Where there is none, all others are zeros afterwards.
+        """Write elements of the reduced gradient, 1-D. If there was none, all other elements become zeros.
 
         Raises:
             TierError: they could not be written, on this rank alone.
@@ -315,7 +315,7 @@ class Bucket:
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradient."""
         if isinstance(self.grad, OnDisk):
-            self._fold()  # else two factors would round once, and in memory twice
+            self._fold()  # else two factors would be rounded once, and twice for a gradient in memory
             self.factor = factor.detach().to("cpu", self.grad.dtype)
         elif self.grad is not None:
             self.grad.mul_(factor.to(self.grad.device))
@@ -332,7 +332,7 @@ class Bucket:
             self.drop_local()
 
     def clear_some(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Forget the gradients of some parameters, or make them zeros; the others keep theirs."""
+        """Clear the gradients of some parameters, or set them to zero; the others keep theirs."""
         self.wait_for_offload()
         for index in indices:
             grad, part = raw_grad(self.span.params[index]), self.span.part_of(index)
@@ -357,7 +357,7 @@ class Bucket:
 
 
 def have_local(buckets: Sequence[Bucket]) -> bool:
-    """Return whether gradients of this rank wait to be reduced."""
+    """Return whether this rank has gradients that are not reduced."""
     if [bucket for bucket in buckets if bucket._held is not None]:
         return True
     return has_raw_grads([param for bucket in buckets for param in bucket.span.params])

@@ -29,10 +29,9 @@ def specs_of(
     optimizers: Sequence[torch.optim.Optimizer],
     kinds: Sequence[Kind],
 ) -> list[list[ParamSpec]]:
-    """Return by unit what the layout must know of each parameter. Optimizer groups do not matter: segments split spans by them.
+    """Return the specs of each unit's parameters. They ignore optimizer groups: segments split spans by group.
 
-    Parameters of several optimizers are in spans of their own: one optimizer's gradients are cleared and updated without
-    another's.
+    Each optimizer gets spans of its own: its gradients are cleared and its masters updated without another's.
     """
     owner = {
         p: (number, at) for number, groups in enumerate(originals) for at, params in enumerate(groups) for p in params
@@ -62,7 +61,7 @@ def specs_of(
 def build_units(
     context: Context, builder: LayoutBuilder, specs: Sequence[Sequence[ParamSpec]], placements: Sequence[Placement]
 ) -> None:
-    """Make the units, one after another: in addition to the model, this needs memory for one unit."""
+    """Build the units one after another, so that memory for one unit is enough in addition to the model."""
     for index, (group, unit_specs) in enumerate(zip(builder.groups, specs)):
         param_of = {spec.name: param for spec, param in zip(unit_specs, group.params)}
         spans = []
@@ -91,7 +90,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def give_back(context: Context) -> None:
-    """Make every parameter full and plain again, in its own dtype. A collective."""
+    """Turn every parameter back into a full, plain one in its own dtype. A collective."""
     for unit in context.units:
         for span in unit.spans:
             whole = full_values(span)

@@ -1,4 +1,4 @@
-"""Norms of the gradients over all ranks, and clipping by them."""
+"""Computes norms of the gradients over all ranks, and clips by them."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def over_ranks(powers: Tensor, order: float, wire: Wire, *, is_shared: bool) -> 
 
 
 def power_sum(parts: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
-    """Return the sum of `|x| ** order` of 1-D tensors, 0-dim float64 on `device`: order 0 counts what is not 0.
+    """Return the sum of `|x| ** order` of 1-D tensors, 0-dim float64 on `device`. Order 0 counts the nonzero elements.
 
-    Of order `inf` it is the largest magnitude, of `-inf` the smallest with a minus: maxima join both.
+    For `inf` it is the largest magnitude, for `-inf` the negated smallest, so that a maximum combines both over ranks.
 
     The result does not depend on where a gradient is divided, as long as all of its parts but the last are whole rows.
     """
@@ -137,7 +137,7 @@ def power_sum(parts: Iterable[Tensor], order: float, device: torch.device) -> Te
             rest.append(norms if norms.device == device else norms.to(device))
     if not rows and not rest:
         return torch.full((), -math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
-    # Whole rows in one sum: the last bit of a norm follows the order of its sums.
+    # Whole rows must be in one sum: the last bit of a norm depends on the order of sums.
     norms = torch.cat([*rows, *rest]).double()
     if math.isinf(order):
         return norms.max() if order > 0 else (-norms).max()
@@ -157,8 +157,8 @@ def power_sums(parts: Sequence[Tensor], order: float) -> Tensor:
 def counted(span: Span, chosen: Sequence[slice], order: float) -> Sequence[slice]:
     """Return the elements that count in a norm.
 
-    Zeros of the padding, and of parameters without a gradient, change no sum and no maximum. In a norm of a negative order
-    they would be the smallest elements.
+    Zeros of padding and of parameters without a gradient change no sum and no maximum, but in a norm of negative order they
+    would be the smallest elements.
     """
     if order >= 0:
         return chosen

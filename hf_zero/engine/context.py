@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Context:
-    """One sharded model: its settings, its transports, and what was built.
+    """One sharded model: its settings, transports, layout and units.
 
     Attributes:
         names: all names of each parameter, the first one first.
         device: where the model computes.
         layout: of all units; integers only.
-        plan: what is stored where, and what it costs.
+        plan: the tier of each span's parts, and the costs.
         units: in registration order.
         kept: indices of units that stay gathered from a forward to its backward. The same on every rank.
-        requires_grad_digest: of `requires_grad` of all parameters: a number that is the same on ranks with the same flags.
-        failure: what was left half done: a step, or a load. See `check`.
-        mixes_states: that has left optimizer states of two moments, too.
-        hides_host_gradients: an optimizer's own step runs. It must not see gradients of masters in host memory.
-        states_offloaded: states are in host memory for a while (`StateOffload`).
+        requires_grad_digest: an integer that is equal on ranks whose parameters have equal `requires_grad` flags.
+        failure: the step or load that was interrupted, if any. See `check`.
+        mixes_states: the failure also left optimizer states of two steps.
+        hides_host_gradients: an optimizer's own step runs, and must not see gradients of masters in host memory.
+        states_offloaded: `offload_states` has moved the model's states to host memory.
         has_updated: with `step_in_backward`, units were updated since the last step.
-        step_wait_s: how long training has waited for updates by the other thread.
+        step_wait_s: the seconds that training has waited for updates by the other thread.
         is_unsharded: inside `Engine.unsharded`.
         keeps_buffers: inside `own_buffers`.
     """
@@ -83,10 +83,10 @@ class Context:
         """Full parameters are released between their uses."""
 
     def check(self) -> None:
-        """
+        """Check that all values are of one step and in place.
+
         Raises:
-            StateError: a step or a load was left half done; the values are neither the old ones nor the new ones. Or states
-                are in host memory.
+            StateError: a step or a load was interrupted, so that old and new values are mixed; or states are offloaded.
         """
         if self.states_offloaded:
             raise StateError("the model's states are in host memory. Call engine.reload_states() first")
@@ -96,22 +96,22 @@ class Context:
             )
 
     def fail_step(self, why: str) -> None:
-        """Refuse the model from now on: a step was left half done."""
+        """Refuse the model from now on: a step was interrupted."""
         self.failure, self.mixes_states = f"an optimizer's step stopped half-way ({why})", True
 
     def fail_load(self, why: str, *, of_states: bool) -> None:
-        """Refuse the model until a load ends: this one stopped in weights, or in an optimizer's states."""
+        """Refuse the model until a load completes: this one was interrupted in weights, or in an optimizer's states."""
         self.failure = f"a load stopped half-way ({why})"
         self.mixes_states = self.mixes_states or of_states
 
     def forget_failure(self) -> None:
-        """Forget what failed: all values were written again."""
+        """Forget failures: all values were loaded again."""
         self.failure, self.mixes_states, self._noted, self._severity = None, False, None, 0
         self.has_updated = False
 
     @contextmanager
     def own_buffers(self) -> Iterator[None]:
-        """Leave every rank its own buffers inside."""
+        """Let every rank keep its own buffers inside."""
         before, self.keeps_buffers = self.keeps_buffers, True
         try:
             yield
@@ -139,13 +139,13 @@ class Context:
         return free_host_bytes(self.wire.local_world_size())
 
     def raise_mismatch(self, *, sends: bool) -> None:
-        """Refuse ranks that differ in `requires_grad` (`requires_grad_digest`) or in whether a backward reduces. A collective.
+        """Raise the difference between ranks in `requires_grad` or in whether this backward reduces. A collective.
 
         Args:
             sends: this rank's backward reduces gradients.
 
         Raises:
-            RankMismatchError: says in what the ranks differ.
+            RankMismatchError: names the difference.
         """
         flags = {names[0]: param.requires_grad for param, names in self.names.items()}
         each = self.wire.exchange((sends, flags))
@@ -167,14 +167,14 @@ class Context:
 
     @property
     def severity(self) -> int:
-        """Return how bad the failure is that waits for `raise_failures`. 0: none. 1: values not moved. 2: a step half done."""
+        """Return the severity of the recorded failure. 0: none. 1: a transfer failed. 2: a step was interrupted."""
         return self._severity
 
     def record_failure(self, error: BaseException, *, half_done: bool = False) -> None:
-        """Record an error of this rank alone. With a disk, all ranks raise it at the end of the pass; else this one at once.
+        """Record an error of this rank. With a disk, all ranks raise it at the end of the pass; without one, it is raised here.
 
         Raises:
-            BaseException: `error`, where no rank uses a disk: all ranks make the same errors then.
+            BaseException: `error`, where no rank uses a disk: the same error then occurs on all ranks.
         """
         if not self.storage.uses_disk:
             if half_done:
@@ -187,7 +187,7 @@ class Context:
         self._severity = max(self._severity, 1 + half_done)
 
     def raise_failures(self, what: str, agreed: int | None = None) -> None:
-        """Raise on every rank what any rank noted. A collective where a rank uses a disk.
+        """Raise on every rank a failure that any rank recorded. A collective where a rank uses a disk.
 
         Args:
             agreed: the highest severity of all ranks, where they have agreed on it already.

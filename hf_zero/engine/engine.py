@@ -1,4 +1,4 @@
-"""One sharded model in training: what user code calls, and in which order the engine's parts work in a step."""
+"""The engine of one sharded model: the methods that user code calls, and the order in which its parts run in a step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Engine:
             hosts = [host for unit in self.units for host in unit.hosts]
             self._undo.append(Autocast(self.model, context.precision, context.device, hosts, cast).remove)
         self.pinned: PinnedUnits | None = None
-        """Full parameters that stay gathered for a while, while they do."""
+        """The full parameters that a context such as `zero.unsharded` keeps gathered, while it is open."""
         self._bound = BoundOptimizers(self, bindings)
         self._undo.append(self._bound.detach)
         for observer in context.events.observers:
@@ -133,10 +133,10 @@ class Engine:
 
     @contextmanager
     def no_sync(self, *, defer: bool = False) -> Iterator[None]:
-        """Let gradients add up on this rank: backwards inside do not communicate them at stages 0 and 1.
+        """Accumulate gradients on this rank: backwards inside do not communicate them at stages 0 and 1.
 
         Args:
-            defer: nor at stages 2 and 3, where each rank then has memory for whole local gradients.
+            defer: nor at stages 2 and 3, where each rank then needs memory for full local gradients.
 
         Example:
             >>> with engine.no_sync():
@@ -153,13 +153,13 @@ class Engine:
 
     # Step -------------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # what it allocates is trained later
+    @torch.inference_mode(False)  # the tensors that it allocates are trained later
     def bind(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         """Bind an optimizer, or optimizers, over the model's parameters. A collective.
 
         Args:
-            optimizer: one joins those that are bound, in the place of those that have one of its parameters. A list takes the
-                place of all. Optimizers that were bound keep their state.
+            optimizer: a single one is added, and replaces bound ones that share a parameter with it. A list replaces all.
+                Optimizers that were bound before keep their state.
 
         Raises:
             LayoutError: parameters that it cannot have.
@@ -170,10 +170,10 @@ class Engine:
 
     @torch.no_grad()
     def refresh(self, spans: Sequence[Span] | None = None) -> None:
-        """Gather full parameters that the stage keeps again, after the masters of these spans were written. A collective.
+        """Gather again the full parameters that the stage keeps, after the masters of these spans were written. A collective.
 
         Args:
-            spans: None: any span, also offloaded ones, whose copies for gathers are written, too.
+            spans: None: all spans. Copies of offloaded masters that gathers read are updated, too.
 
         Raises:
             TierError: a rank could not read or write.
@@ -232,11 +232,11 @@ class Engine:
             event()
 
     def follow_writes(self) -> None:
-        """Carry what user code wrote to tensors of optimizer groups to the parameters. A collective where it wrote."""
+        """Copy user code's writes to tensors of optimizer groups to the parameters. A collective if it wrote any."""
         self._bound.follow_writes()
 
     def with_group_writes(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of `params` whose group has tensors that user code wrote since parameters followed them last."""
+        """Return those of `params` in whose group user code wrote a tensor since the last `follow_writes`."""
         return self._bound.with_group_writes(params)
 
     def wait_for_host_steps(self) -> None:
@@ -279,7 +279,7 @@ class Engine:
         clip_value(parts_to_clip(self.trained, self.context, parameters), self.context, clip_value_)
 
     def complete_gradients(self, what: str) -> None:
-        """Make reduced gradients ready for use outside of a step: what waits on this rank is reduced. A collective then.
+        """Reduce gradients that still wait on this rank, before gradients are used outside a step. A collective if any wait.
 
         Raises:
             StateError: inside a backward; with `step_in_backward`, which keeps no gradients.
@@ -303,10 +303,10 @@ class Engine:
     # Values from outside ----------------------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
-        """Prepare masters for access from outside: they have the values of one step, and nothing is gathered.
+        """Finish the running step and release units, so that masters hold the values of one step and may be accessed.
 
         Raises:
-            StateError: an optimizer's step was left half done.
+            StateError: an optimizer's step was interrupted.
             TierError: a rank could not read or write.
         """
         self.schedule.quiesce()
@@ -315,14 +315,14 @@ class Engine:
             event()
 
     def prepare_load(self) -> None:
-        """As `quiesce`, before all masters and states are written: what was left half done before does not matter."""
+        """As `quiesce`, before a load overwrites all masters and states: an incomplete step is no error."""
         self.context.refuse_unsharded("load")
         if self.context.states_offloaded:
             self.context.check()
         self.schedule.quiesce()
-        with suppress(Exception):  # of a step that failed, also the optimizer's own: everything is written again
+        with suppress(Exception):  # a failed step may raise the optimizer's own errors: the load replaces it
             self.wait_for_host_steps()
-        with suppress(ZeroError):  # what the folder does not have stays as user code wrote it
+        with suppress(ZeroError):  # carries user code's writes to parameters that the folder does not have
             for event in self.events.before_save:
                 event()
         self.context.wire.watch.gathers = 0
@@ -330,10 +330,10 @@ class Engine:
             event()
 
     def finish_step(self) -> None:
-        """Wait as `wait_for_host_steps`, then raise on every rank what any rank has noted.
+        """Wait as `wait_for_host_steps`, then raise on every rank a failure that any rank has recorded.
 
         Raises:
-            StateError: a step was left half done.
+            StateError: a step was interrupted.
             TierError: a rank could not read or write.
         """
         self.wait_for_host_steps()
@@ -341,7 +341,7 @@ class Engine:
         self.context.check()
 
     def forget_failure(self) -> None:
-        """Forget what was left half done: all masters were loaded, and states where these were mixed."""
+        """Forget an incomplete step or load: all masters were loaded, and also states if those were mixed."""
         self.context.forget_failure()
         if self.stepper is not None:
             self.stepper.forget()
@@ -353,7 +353,7 @@ class Engine:
     # Optimizer state --------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerPieces:
-        """Return what a checkpoint writes and fills of an optimizer. A collective.
+        """Return the access that a checkpoint has to an optimizer's state, to write or to fill it. A collective.
 
         Raises:
             StateError: the engine does not have this optimizer.
@@ -385,13 +385,13 @@ class Engine:
         Args:
             max_shard_size: of one weight file, as in `save_pretrained`.
             objects: name -> scheduler, loss scaler, data loader, …: anything with `state_dict()`; of rank 0, as JSON.
-            async_save: return when the bytes that this rank writes are copied to host memory, and write behind training. The
-                next `save` or `load`, `wait_for_save` or the exit of the process waits, and raises if it failed on any rank.
+            async_save: return when this rank's bytes are copied to host memory, and write them in the background. The next
+                `save` or `load`, `wait_for_save` or the exit of the process waits, and raises if it failed on any rank.
 
         Raises:
-            CheckpointError: on every rank; names the rank, the file and the reason, and says where `folder` holds files of both
-                saves. Else it is as it was.
-            StateError: an optimizer's step was left half done.
+            CheckpointError: on every rank; names the rank, the file and the reason, and reports if `folder` holds files of
+                both saves. Otherwise `folder` is unchanged.
+            StateError: an optimizer's step was interrupted.
         """
         with self._wire.watch.operation(f"saving to {folder}"):
             self.wait_for_save()
@@ -423,15 +423,15 @@ class Engine:
             strict: the folder must have every parameter and persistent buffer, nothing else, in equal shapes.
 
         Raises:
-            CheckpointError: on every rank; names the file and what is wrong. If the model has part of it, all uses but another
-                load raise `StateError`.
+            CheckpointError: on every rank; names the file and what is wrong. If part of it was loaded, every use of the model
+                but another load raises `StateError`.
         """
         self.prepare_load()
         self.wait_for_save()
         load(self, folder, load_optimizer=load_optimizer, objects=objects, verify=verify, strict=strict)
 
     def wait_for_save(self) -> None:
-        """Wait until the save that `async_save` left behind is complete.
+        """Wait until the background save that `async_save` started is complete.
 
         Raises:
             CheckpointError: on every rank: it failed on one.
@@ -440,14 +440,14 @@ class Engine:
 
     # End --------------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # what it allocates is trained later
+    @torch.inference_mode(False)  # the tensors that it allocates are trained later
     def detach(self) -> None:
-        """Give model and optimizers back as plain ones, with full parameters and full optimizer state. A collective.
+        """Restore the plain model and optimizers, with full parameters and full optimizer state. A collective.
 
         Gradients are cleared.
 
         Raises:
-            StateError: an optimizer's step was left half done.
+            StateError: an optimizer's step was interrupted.
             TierError: on every rank: one could not read its values.
         """
         if self.model.__dict__.get(_ENGINE) is not self:
@@ -469,7 +469,7 @@ class Engine:
         self.context.storage.close()
 
     def on_detach(self, call: Callable[[], object]) -> None:
-        """Call `call` when the engine gives the model back."""
+        """Call `call` when the engine is detached."""
         self._undo.append(call)
 
     def observer(self, kind: type[Attached]) -> Attached:

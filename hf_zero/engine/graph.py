@@ -1,6 +1,6 @@
-"""Autograd's graph as the schedule sees it: the tensors in a module's output, and the nodes that made them.
+"""Inspects autograd's graph: the tensors in a module's output, and the nodes that made them.
 
-And the calls of modules that run: torch calls no hook at the end of a forward that Ctrl-C ends.
+Also counts running calls of modules: torch calls no hook at the end of a forward that Ctrl-C ends.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _inside(value: Any, depth: int) -> list[Any]:
 
 
 def calls_of(modules: Collection[nn.Module | None]) -> int:
-    """Return how many calls of these modules run in this thread, those inside one another included."""
+    """Return how many calls of these modules run in this thread, nested ones included."""
     count, frame = 0, sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller
@@ -78,9 +78,9 @@ def calls_of(modules: Collection[nn.Module | None]) -> int:
 
 
 def nodes_of(tensors: list[Tensor], first: int) -> list[Any]:
-    """Return the autograd nodes that made these tensors, each once, but for nodes older than sequence number `first`.
+    """Return the autograd nodes that made these tensors, each once, without nodes older than sequence number `first`.
 
-    Of a view also the node of its base: autograd replaces a view's node when its base is written, never the base's.
+    For a view this includes the node of its base: autograd replaces a view's node when its base is written, never the base's.
     """
     nodes: list[Any] = []
     if forward_ad._current_level >= 0 and tensors:
@@ -115,7 +115,7 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; of its elements' for a sparse tensor; 0 for a tensor without."""
+    """Return the address of a tensor's storage, or of a sparse tensor's values; 0 for a tensor without storage."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:
@@ -133,10 +133,10 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def weak_hook(owner: Any, method: Callable[..., object], *args: Any, gone: str = "") -> Callable[..., None]:
-    """Return a hook that calls `method(owner, *args)`, with which a graph does not keep `owner`.
+    """Return a hook that calls `method(owner, *args)` and refers to `owner` weakly, so that a graph does not keep it alive.
 
     Args:
-        gone: what the hook raises as `StateError` once `owner` is gone; empty: it does nothing then.
+        gone: message of the `StateError` that the hook raises once `owner` is freed; empty: the hook then does nothing.
     """
     found = weakref.ref(owner)
 

@@ -1,4 +1,4 @@
-"""The optimizer's step over masters that are not on the device, in one thread of its own.
+"""Runs the optimizer's step over offloaded masters, in a background thread.
 
 A copy of the optimizer steps over one block at a time, small enough for the processor's cache, and the new values go
 to where gathers read them while they are in the cache (ZeRO-Offload, arXiv 2101.06840, section 4). State on disk passes
@@ -42,15 +42,15 @@ class UnitStep:
     updates: list[SegmentUpdate]
     optimizer_copy: OptimizerCopy
     states: dict[Any, dict[str, Any]]
-    """The optimizer's when the step began: user code may give it another dictionary."""
+    """The optimizer's `state` when the step began: user code may assign another dictionary."""
     after: Any
-    """A point in the device's work: full parameters and copies may be written after it."""
+    """A mark in the device's work, after which full parameters and copies may be written."""
     gradient_offloads: list[Callable[[], None]]
     done: Latch = field(default_factory=Latch)
     error: BaseException | None = None
 
     def wait(self) -> BaseException | None:
-        """Wait until the update is over. Returns what it raised, if anything."""
+        """Wait until the update has ended. Returns the exception that it raised, if any."""
         self.done.wait()
         return self.error
 
@@ -67,8 +67,8 @@ class Stepper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=begin)
         self._optimizer_copy: OptimizerCopy | None = None
         self._first_error: BaseException | None = None
-        self._is_running = False  # maybe
-        self._updated: set[Unit] = set()  # in this step's backward
+        self._is_running = False  # an update may be running
+        self._updated: set[Unit] = set()  # units that this step's backward has updated
         self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
         self._publishing: deque[tuple[Inflight, Tensor | None]] = deque()
         if context.config.step_in_backward:
@@ -113,7 +113,7 @@ class Stepper:
         self._context.hides_host_gradients = self._context.has_updated = False
         updated, self._updated = self._updated, set()
         after = self._storage.link.mark()
-        # All are announced before one begins: the disk reads ahead.
+        # All must be announced before one begins, so that the disk reads ahead.
         steps = [self._announce(unit, binding, optimizer_copy, after) for unit in self._units if unit not in updated]
         for step in steps:
             self._start(step)
@@ -123,14 +123,14 @@ class Stepper:
                     segment.show_grad()
 
     def _new_optimizer_copy(self, binding: Binding) -> OptimizerCopy:
-        # On a CPU device the optimizer's own step is not fused by default, and results are to be equal to the bit.
+        # On a CPU device the optimizer's own step is not fused by default, and results must be equal to the bit.
         return OptimizerCopy(binding.optimizer, fuse=self._context.device.type != "cpu")
 
     def step_unit(self, unit: Unit) -> None:
         """Update a unit whose gradients are complete, in a backward with `step_in_backward`.
 
         Raises:
-            StateError: they were not, the last time.
+            StateError: the unit was updated in this step before.
         """
         if unit not in self._units or not self._schedule.sync:
             return
@@ -166,7 +166,7 @@ class Stepper:
             )
 
     def _announce(self, unit: Unit, binding: Binding, optimizer_copy: OptimizerCopy, after: Any) -> UnitStep | None:
-        """Make the unit's update known to its readers and to the ring; None where nothing is to be updated."""
+        """Register the unit's update with its readers and with the ring. Returns None if there is nothing to update."""
         updates, gradient_offloads = [], []
         for span in unit.trained:
             if span.tier is Tier.DEVICE:
@@ -195,7 +195,7 @@ class Stepper:
             self._pool.submit(self._run, step)
 
     def forget(self) -> None:
-        """Forget what was updated in a backward: all values were loaded."""
+        """Forget failures and updates in a backward: all values were loaded."""
         self._first_error, self._optimizer_copy = None, None
         self._updated.clear()
 
@@ -305,7 +305,7 @@ class Stepper:
         kernel = optimizer_copy.kernels[group] if has_moments and grad is not None else None
         count = to_host(entries["step"]) + 1 if kernel is not None else None
         out: dict[str, Any] = {name: entries[name] for name in names}
-        for low in range(0, max(numel, 1), width):  # one block of nothing makes state, too
+        for low in range(0, max(numel, 1), width):  # an empty segment needs one block, which creates its state
             here = slice(low, min(low + width, numel))
             values, part = master[here], None if grad is None else grad[here]
             if kernel is not None and count is not None and part is not None:
@@ -336,7 +336,7 @@ class Stepper:
         entries: dict[str, Any],
         memory: Callable[[str, torch.dtype], Tensor],
     ) -> dict[str, Any]:
-        """Update one parameter of true shape, where the model computes: a rule over matrices is arithmetic, not traffic."""
+        """Update one parameter of true shape on the device: updates of matrices are bound by arithmetic, not by traffic."""
         shape, device, link = update.segment.shape, self._context.device, self._storage.link
         state = dict(entries)
         for name, value in entries.items():
@@ -366,10 +366,10 @@ class Stepper:
         self._publish(update.span, start, master, step.after)
         return out
 
-    # To where gathers read ----------------------------------------------------------------------------------------------
+    # Publication to gathers ---------------------------------------------------------------------------------------------
 
     def _publish(self, span: Span, start: int, values: Tensor, after: Any) -> None:
-        """Copy new values of the master to what gathers read, if that is other memory."""
+        """Copy new values of the master to the memory from which gathers read, if that is not the master."""
         home = span.publish_target
         if home is None or not values.numel():
             return
@@ -380,7 +380,7 @@ class Stepper:
             return
         memory = None
         if values.dtype != target.dtype or isinstance(target, OnDisk):
-            # A slab's buffer may be read to again before the write from it has ended: it is copied.
+            # Must be a copy: the next slab may be read into the buffer before this write has ended.
             memory = self._storage.scratch(values.numel(), target.dtype)
             values = memory.copy_(values)
         move = (
@@ -392,7 +392,7 @@ class Stepper:
         self._drain(self._storage.sizes.lanes)
 
     def _drain(self, most: int) -> None:
-        """Wait until at most so many transfers are under way."""
+        """Wait until at most `most` transfers are under way."""
         while len(self._publishing) > most:
             move, memory = self._publishing.popleft()
             try:
@@ -402,7 +402,7 @@ class Stepper:
                     self._storage.release_scratch(memory)
 
     def _abandon(self) -> None:
-        """Wait for all transfers after an error, and forget what is read ahead."""
+        """Wait for all transfers after an error, and drop slabs that were read ahead."""
         for move, _ in self._publishing:
             without_error(move.close)
         self._publishing.clear()

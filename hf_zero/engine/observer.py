@@ -1,6 +1,6 @@
-"""The one protocol through which code outside the engine follows a training run.
+"""The protocol by which code outside the engine follows a training run.
 
-The engine keeps one list per event, with only the methods that exist: an event without observers costs nothing.
+The engine keeps one list per event, with only the methods that observers define: an event without observers costs nothing.
 """
 
 from __future__ import annotations
@@ -12,39 +12,38 @@ from torch import Tensor
 
 
 class Observer:
-    """Base of everything that attaches to an engine. Subclasses define any of the methods in `Events`.
+    """Base class of observers. Subclasses define any of the methods in `Events`.
 
     The model's passes:
-        `before_forward(args, kwargs)`, `after_forward(output)`: of the outermost forward of the model.
+        `before_forward(args, kwargs)`, `after_forward(output)`: around the outermost forward of the model.
         `before_part(unit)`: user code calls a part of the model by itself.
         `before_backward()`, `after_backward()`: of one backward, or of gradients that one left on this rank. When the second is
             called, they are reduced, or held inside `no_sync`.
         `before_gradients()`: reduced gradients are about to be used outside a step.
-        `gradients_written(span)`: they have other values now.
+        `gradients_written(span)`: the span's reduced gradients have changed.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.
         `step_paused(optimizer)`: between these two, a closure runs next (`before_step` follows again), or the step raised.
-        `values_for_max()` returns integers of this rank, always as many; `check_max_values(highest)` gets the highest of
-        all ranks. They travel with what the ranks agree on at the end of a backward that reduces. An observer has both methods
-        or neither.
+        `values_for_max()` returns a fixed number of integers of this rank; `check_max_values(highest)` gets their maxima over
+        all ranks. They are part of the agreement at the end of a backward that reduces. An observer defines both or neither.
     One unit:
         `use_begun(unit)`, `use_ended(unit, found)`: around the forward of a host, or one operation, after which parameters may
-            be released. `found`: the tensors in its output.
+            be released. `found`: the tensors in the output.
         `before_gather(unit)`, `unit_gathered(unit)`, `unit_released(unit)`,
         `before_reduce(unit)` (local gradients are complete), `unit_reduced(unit)`.
     Checkpoints:
-        `before_save()`: masters are about to be read, or written in part. `before_load()`: all will be the same everywhere.
-        `before_unsharded()`: `Engine.unsharded` begins. Inside, ranks run forwards as they like.
+        `before_save()`: masters are about to be read, or written in part. `before_load()`: a load will overwrite all of them.
+        `before_unsharded()`: `Engine.unsharded` begins. Inside it ranks run forwards independently.
     Access to a parameter from outside the engine:
         `master_read(span)`: master weights are read, or written in part, outside a step.
-        `masters_written(unit)`: the masters may have other values than a moment ago, which parameters that stay will show.
-        `writes_dropped(unit)`: what user code wrote to parameters until now is in the masters, or is to be forgotten.
+        `masters_written(unit)`: masters may have changed; full parameters that the stage keeps will get their values.
+        `writes_dropped(unit)`: user code's writes to parameters until now are in the masters, or must be discarded.
         `sharded_read(units, func, run)`: user code calls a function of a tensor on parameters of these units outside their
             forwards. It gathers the units, and returns the value of `run()`, which calls the function.
-        `data_read(param, values)`: user code reads `param.data`. `data_assigned(param, values)`: it assigned other values.
-        `requires_grad_set(param)`: user code froze it, or lets it train again.
+        `data_read(param, values)`: user code reads `param.data`. `data_assigned(param, values)`: user code assigned it.
+        `requires_grad_set(param)`: user code froze or unfroze the parameter.
         `param_copied(param)`: returns the full values for a copy, in their own dtype, on every rank.
-        `grad_read(param, raw)`: returns what `param.grad` is. `grad_assigned(param, grad)`: True if it took the gradient.
-        `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same of what optimizer groups hold.
+        `grad_read(param, raw)`: returns the value of `param.grad`. `grad_assigned(param, grad)`: True if it stored `grad`.
+        `segment_grad_read(segment, raw)`, `segment_grad_assigned(segment, grad)`: the same for tensors in optimizer groups.
         `segment_data_read(segment, values)`: user code reads `data` of a tensor in a group, outside a step.
     """
 

@@ -1,7 +1,7 @@
-"""`optimizer.state_dict()` and `load_state_dict()` on the instance: torch's form, over whole parameters.
+"""Implements `optimizer.state_dict()` and `load_state_dict()` in torch's format, over full parameters.
 
-`state_dict()` gives rank 0 the values and the other ranks meta tensors of the same shapes. `load_state_dict` accepts that, or
-values on every rank. Both are collectives.
+`state_dict()` returns values on rank 0 and meta tensors of the same shapes on the other ranks. `load_state_dict` accepts that,
+or values on every rank. Both are collectives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Saved = dict[nn.Parameter, Mapping[str, Any] | None]
 
 
 def state_dict(binding: Binding, wire: Wire) -> dict[str, Any]:
-    """Return the state as the plain optimizer over whole parameters would, and run its hooks. A collective."""
+    """Return the state as a plain optimizer over full parameters would, and run the optimizer's hooks. A collective."""
     optimizer = binding.optimizer
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
@@ -42,7 +42,7 @@ def state_dict(binding: Binding, wire: Wire) -> dict[str, Any]:
 
 
 def numbered_groups(binding: Binding) -> list[dict[str, Any]]:
-    """Return the groups as `state_dict()` has them: options, and under `params` numbers of the model's parameters."""
+    """Return the groups as in `state_dict()`: options, and under `params` the numbers of the model's parameters."""
     groups: list[dict[str, Any]] = []
     start = 0
     for group, params in zip(binding.optimizer.param_groups, binding.originals):
@@ -53,9 +53,9 @@ def numbered_groups(binding: Binding) -> list[dict[str, Any]]:
 
 
 def load_state_dict(binding: Binding, wire: Wire, given: Mapping[str, Any]) -> None:
-    """Take this rank's part of a full state, and run the optimizer's hooks. A collective.
+    """Load this rank's part of a full state, and run the optimizer's hooks. A collective.
 
-    As in torch, floating-point states take the dtype of what the optimizer updates, and older forms of the state are accepted.
+    As in torch, floating-point states get the dtype of the masters, and states of older torch versions are accepted.
 
     Raises:
         CheckpointError: other groups, or a state tensor of another shape; names the parameter.
@@ -153,7 +153,7 @@ def _received(wire: Wire, entries: Mapping[str, Any]) -> Entries:
 
 
 def unbind(binding: Binding, states: Mapping[nn.Parameter, Entries]) -> None:
-    """Give the optimizer the model's parameters again, which must be full, and its state of them."""
+    """Give the optimizer the model's parameters again, which must be full, and their state."""
     optimizer = binding.optimizer
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     state.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})

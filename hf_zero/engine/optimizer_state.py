@@ -1,8 +1,8 @@
-"""An optimizer's state by parameter: read from the segments of all ranks, and written to them.
+"""Reads an optimizer's state by parameter from the segments of all ranks, and writes it to them.
 
-A segment's state is tensors with one value per element (`exp_avg`), and single values for all of its elements (`step`). The
-state of a matrix may have arrays of any shape. A rank knows the state of its own segments only. `describe` tells all ranks
-which states each parameter has: all of them make the same gathers, and rank 0 can write the index of a checkpoint.
+A segment's state has tensors with one value per element (`exp_avg`), and single values for all elements (`step`). The state of
+a matrix may have arrays of any shape. A rank knows the state of its own segments only. `describe` exchanges which states each
+parameter has, so that all ranks make the same gathers, and rank 0 can write the index of a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 Entries = dict[str, Any]
 """The state of one parameter, or of one segment."""
 Described = tuple[int, Sequence[int], dict[str, tuple[str, tuple[int, ...] | None]], Entries]
-"""One segment: the span's index, the members, arrays as (dtype, shape) and single values. No shape: the parameter's."""
+"""One segment: the span's index, the members, arrays as (dtype, shape) and single values. Shape None: the parameter's."""
 
 
 def arrays_of(binding: Binding, segment: Segment, entries: Mapping[str, Any]) -> dict[str, Values]:
-    """Return the entries that have one value per element of a segment; of a matrix, every tensor but scalars.
+    """Return the entries that have one value per element of a segment; for a matrix, every tensor except scalars.
 
     Raises:
-        CheckpointError: a tensor is neither that nor one value.
+        CheckpointError: a tensor has neither one value nor one per element.
     """
     found: dict[str, Values] = {}
     for name, value in entries.items():
@@ -103,7 +103,7 @@ def describe(binding: Binding, wire: Wire) -> dict[str, ParameterState]:
 
 
 def state_signature(state: ParameterState | None) -> object:
-    """Return a mark that parameters share which may be in one segment: same states, same single values."""
+    """Return a value that is equal for parameters that may share a segment: same states, same single values."""
     if state is None:
         return None
     arrays = sorted((name, dtype) for name, (dtype, _) in state.arrays.items())
@@ -129,7 +129,7 @@ def full_states(binding: Binding, wire: Wire, *, everywhere: bool) -> dict[nn.Pa
     """Return by parameter the state that a plain optimizer would have, on CPU. A collective.
 
     Args:
-        everywhere: every rank gets the values. Else rank 0 does, and others get meta tensors where slices are shared.
+        everywhere: every rank gets the values. Else only rank 0 does, and the others get meta tensors of sharded states.
     """
     described = describe(binding, wire)
     out: dict[nn.Parameter, Entries] = {}
@@ -163,7 +163,7 @@ def _gather_slices(
 
 
 def _own_slice(binding: Binding, span: Span, name: str, dtype: torch.dtype) -> Tensor:
-    """Return this rank's slice of one state; zeros where there is none."""
+    """Return this rank's slice of one state, with zeros for segments without it."""
     out = torch.zeros(span.local_numel, dtype=dtype, device=span.device)
     for segment in segments_of(binding, span):
         value = binding.state_of(segment).get(name)
@@ -173,7 +173,7 @@ def _own_slice(binding: Binding, span: Span, name: str, dtype: torch.dtype) -> T
 
 
 def _joined(span: Span, wire: Wire, own: Tensor, everywhere: bool) -> Tensor:
-    """Return all ranks' slices on CPU; on the meta device where this rank does not get them. A collective."""
+    """Return all ranks' slices on CPU, or a meta tensor if this rank does not get them. A collective."""
     layout = span.layout
     if layout.shards == 1:
         return own.cpu()
@@ -192,7 +192,7 @@ def _joined(span: Span, wire: Wire, own: Tensor, everywhere: bool) -> Tensor:
 def _gather_matrices(
     binding: Binding, span: Span, wire: Wire, having: Mapping[int, ParameterState], everywhere: bool
 ) -> dict[int, Entries]:
-    """Return states of matrices, arrays of any shape, each from the one rank that owns the parameter."""
+    """Return states of matrices, arrays of any shape, each from the rank that owns the parameter."""
     segments = {segment.members[0]: segment for segment in segments_of(binding, span)}
     out: dict[int, Entries] = {}
     for index, one in having.items():
@@ -217,7 +217,7 @@ def _gather_matrices(
 
 
 def broadcast_from(wire: Wire, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
-    """Return a tensor of rank `source`, which passes it as `own`, on the CPU of every rank. A collective."""
+    """Broadcast the tensor `own` of rank `source` to the CPU of every rank. A collective."""
     landing = torch.empty(tuple(shape), dtype=dtype, device=wire.device or torch.device("cpu"))
     if own is not None:
         landing.copy_(own)
@@ -284,7 +284,7 @@ def allocate_state(segment: Segment, name: str, dtype: torch.dtype, shape: Seque
     """Return memory for a state where the segment is stored; its values are undefined.
 
     Args:
-        kept: a state that is not needed any more: its memory is used where it fits.
+        kept: an old state, whose memory is reused if it fits.
 
     Raises:
         TierError: there is no room on disk.
@@ -311,7 +311,7 @@ def single_value(options: Mapping[str, Any], span: Span, name: str, value: Any) 
 
 
 def elementwise_of(binding: Binding, saved: Mapping[nn.Parameter, Mapping[str, Any] | None]) -> set[str]:
-    """Return the names of states that have one value per element. Parameters of one element do not show which."""
+    """Return the names of states that have one value per element, which parameters of one element cannot show."""
     out: set[str] = set()
     single: set[str] = {"step"}
     unclear: set[str] = set()
@@ -332,7 +332,7 @@ def segments_of(binding: Binding, span: Span) -> list[Segment]:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a copy on the CPU of a tensor, and everything else itself."""
+    """Return a copy of a tensor on the CPU, and any other value unchanged."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -1,8 +1,8 @@
 """Optimizer groups as segments: those that optimizers have first, groups that change, and optimizers that are bound later.
 
 User code sees segments in `group["params"]`, and may move them between groups, remove them, or add parameters of the model.
-Each rank has other segments. The ranks exchange what their groups hold, and all get the same groups of parameters. Then
-segments are split where groups differ, and made where elements have none yet. Spans stay as they are.
+Segments differ between ranks. So the ranks exchange the contents of their groups, and derive the same groups of parameters.
+Then segments are split where groups differ, and created for elements that have none. Spans do not change.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from .span import Span
 
 Names = Mapping[nn.Parameter, Sequence[str]]
 GroupEntry = tuple[str, Any]
-"""An entry of a group: ("segments", (binding, group)) of a binding before, or ("parameter", name).
-"""
+"""An entry of a group: ("segments", (binding, group)) of an earlier binding, or ("parameter", name)."""
 GroupEntries = tuple[list[GroupEntry], list[str]]
-"""Sources of one group in their order, and names of the parameters that have elements in its segments here."""
+"""The entries of one group in order, and the names of the parameters that have elements in its segments on this rank."""
 
 
 def bind(
     optimizers: Sequence[torch.optim.Optimizer], context: Context, originals: Sequence[Groups], kinds: Sequence[Kind]
 ) -> list[Binding]:
-    """Give each optimizer the segments of its parameters, and its state of them."""
+    """Give each optimizer the segments of its parameters, with the state that it has."""
     made = [
         Binding(optimizer, number, [list(group) for group in groups], context, kind)
         for number, (optimizer, groups, kind) in enumerate(zip(optimizers, originals, kinds))
@@ -47,12 +46,12 @@ def bind(
 def rebind(optimizers: Sequence[torch.optim.Optimizer], context: Context, bindings: Sequence[Binding]) -> list[Binding]:
     """Bind these optimizers instead of `bindings`, with the groups that they have now. A collective.
 
-    Optimizers that were bound keep the state of parameters that they keep. Others get the model's parameters back.
+    Optimizers that stay bound keep the state of their parameters. Those that do not get the model's parameters back.
 
     Raises:
         LayoutError: a group has a parameter that it cannot have.
         UnsupportedOptimizerError: an optimizer that cannot step over a sharded model.
-        RankMismatchError: other optimizers or groups on other ranks. On every rank; nothing has changed then.
+        RankMismatchError: optimizers or groups differ between ranks. Raised on every rank, before anything has changed.
     """
     before = {binding.optimizer: binding for binding in bindings}
     config, names = context.config, context.names
@@ -121,7 +120,7 @@ def originals_of(optimizers: Sequence[torch.optim.Optimizer], names: Names) -> l
     return out
 
 
-# What groups hold -----------------------------------------------------------------------------------------------------
+# Contents of groups ---------------------------------------------------------------------------------------------------
 
 
 def _sources_of(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], names: Names) -> list[GroupEntries]:
@@ -152,7 +151,7 @@ def _sources_of(optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], n
 def _merged(
     ranks: Sequence[GroupEntries], bindings: Sequence[Binding], names: Names, explicit: set[str]
 ) -> list[nn.Parameter]:
-    """Return the parameters of one group, from what all ranks have in it."""
+    """Return the parameters of one group, merged from all ranks' entries."""
     sources = dict.fromkeys(source for mine, _ in ranks for source in mine)
     present = {name for _, members in ranks for name in members} - explicit
     param_of = {each[0]: param for param, each in names.items()}
@@ -167,7 +166,7 @@ def _merged(
 
 
 def _lines(optimizer: torch.optim.Optimizer, groups: Sequence[GroupEntries], is_bound: bool) -> Iterator[str]:
-    """Yield what must be the same on every rank."""
+    """Yield lines of text that must be the same on every rank."""
     name = type(optimizer).__name__
     yield f"{name} with {len(groups)} groups"
     for at, (sources, _) in enumerate(groups):
@@ -195,7 +194,7 @@ def _check_once(optimizers: Sequence[torch.optim.Optimizer], originals: Sequence
 def _check_spans(context: Context, originals: Sequence[Groups], kinds: Sequence[Kind]) -> None:
     """
     Raises:
-        LayoutError: what a parameter's span was built for does not fit the optimizer.
+        LayoutError: a parameter's span was built for another kind of optimizer, or for none.
     """
     owner = {param: kind for groups, kind in zip(originals, kinds) for params in groups for param in params}
     for span in (span for unit in context.units for span in unit.spans):
@@ -249,9 +248,7 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
             for found in owners:
                 found.spans.append(span)
                 if len(owners) > 1 or None in where:
-                    found.shared_spans[span] = [
-                        i for i, each in enumerate(where) if each is not None and each[0] is found
-                    ]
+                    found.shared_spans[span] = [i for i, each in enumerate(where) if each and each[0] is found]
             for segment in span.segments:
                 found_at = where[segment.members[0]]
                 if found_at is not None:
@@ -270,7 +267,7 @@ def _assign(context: Context, bindings: Sequence[Binding]) -> None:
 
 
 def _without_elements(params: Sequence[nn.Parameter]) -> Segment:
-    """Return the tensor of a group of which this rank has no elements."""
+    """Return the segment of a group of which this rank has no elements."""
     place = place_of(params[0])
     if place is None:
         raise LayoutError("a parameter of an optimizer is not of the sharded model")

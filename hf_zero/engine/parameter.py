@@ -3,10 +3,10 @@
 A parameter's C++ `data` is a view of its span's buffer, always: only its class tells whether the buffer has memory.
 
 * `ShardedParameter`: the values are readable. `data` and `grad` are Python properties over the C++ fields, so that
-  reads and assignments by user code reach the observers. Operations cost what they cost for `nn.Parameter`.
-* its `released` subclass, outside the forwards of the parameter's unit: the values are on other ranks, or may be from one
-  moment to the next. An observer runs every operation that reads them, with the unit gathered; without such an observer it
-  raises `StateError`. Reading the buffer without memory would crash the process.
+  reads and assignments by user code reach the observers. Operations cost as much as for `nn.Parameter`.
+* its `released` subclass, outside the forwards of the parameter's unit: the buffer has no memory, or may lose it at any time.
+  An observer gathers the unit around every operation that reads values; without such an observer the operation raises
+  `StateError`. Reading a buffer without memory would crash the process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _METADATA_FIELDS = frozenset(
 
 
 class ValueSource(Protocol):
-    """Has the values of a parameter that was created without them, until the parameter is sharded."""
+    """Provides the values of a parameter that was created without memory, until the parameter is sharded."""
 
     @property
     def files(self) -> OnDisk | None:
@@ -80,7 +80,7 @@ class ValueSource(Protocol):
 
 
 def source_of(param: Tensor) -> ValueSource | None:
-    """Return what has a parameter's values before it is sharded; None if the parameter has them itself."""
+    """Return the source of a parameter's values before it is sharded; None if the parameter has them itself."""
     found: ValueSource | None = param.__dict__.get("_zero_source")
     return found
 
@@ -93,10 +93,10 @@ def set_source(param: Tensor, source: ValueSource | None) -> None:
 
 
 class Place:
-    """The place of one parameter: its span, and its index there. A graph that is kept holds parameters, and so no engine.
+    """Locates one parameter: its span, and its index there. Refers weakly: a graph holds parameters, and must hold no engine.
 
     Raises:
-        StateError: (on reading `span` or `unit`) the engine is gone.
+        StateError: (on reading `span` or `unit`) the engine was freed.
     """
 
     __slots__ = ("_span", "index")
@@ -137,7 +137,7 @@ class ShardedParameter(nn.Parameter):
 
     def set_(self, *source: Any, **named: Any) -> Any:
         """Assign `data`: the parameter stays a view of its span."""
-        # torch does not ask the class of the source, which may be a released parameter.
+        # torch does not call `__torch_function__` of the source, which may be a released parameter.
         given: list[Any] = [each.detach() if isinstance(each, Tensor) else each for each in source]
         named = {name: each.detach() if isinstance(each, Tensor) else each for name, each in named.items()}
         self.data = torch.empty(0, dtype=self.dtype, device=self.device).set_(*given, **named)
@@ -168,7 +168,7 @@ class ShardedParameter(nn.Parameter):
             for event in self._zero_place.span.events.requires_grad_set:
                 event(self)
 
-    # The C++ getter: a read costs what it costs for `nn.Parameter`.
+    # The C++ getter: a read must cost no more than for `nn.Parameter`.
     requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
@@ -260,7 +260,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if place is not None and not place.unit.allows_reads:
                     set_released((param,), True)
 
-    if getattr(func, "__name__", "") == "grad":  # torch.autograd.grad: parameters tell it where gradients go
+    if getattr(func, "__name__", "") == "grad":  # torch.autograd.grad reads no values of its inputs
         return run()
     read: Callable[[], Any] = run
     places = [place for param in params if (place := place_of(param)) is not None]
@@ -300,7 +300,7 @@ def make_plain(param: nn.Parameter) -> None:
 
 
 def set_released(params: Iterable[nn.Parameter], released: bool) -> None:
-    """Say whether the values of these parameters are readable."""
+    """Give these parameters the released class, or the readable one."""
     for param in params:
         kind: Any = param._zero_class  # type: ignore[attr-defined]
         param.__class__ = _classes(kind)[released]
@@ -323,7 +323,7 @@ def set_raw_data(param: Tensor, values: Tensor) -> None:
 
 
 def raw_grad(param: Tensor) -> Tensor | None:
-    """Return the C++ `grad`: what this rank's backward has left, not reduced."""
+    """Return the C++ `grad`: this rank's own gradient, not reduced."""
     if getattr(type(param), "_zero_released", False):
         with torch._C.DisableTorchFunctionSubclass():
             out: Tensor | None = _GRAD.__get__(param)
@@ -356,7 +356,7 @@ def has_raw_grads(params: Iterable[nn.Parameter]) -> bool:
 
 def take_raw_grads(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
     """Return the C++ gradients of these parameters, which have none afterwards."""
-    # Before anything is sent: a later backward of this step would add in place to memory that is on its way.
+    # Must run before anything is sent: a later backward would accumulate in place into memory that is being sent.
     get, put = _GRAD.__get__, _GRAD.__set__
     with torch._C.DisableTorchFunctionSubclass():
         found = list(map(get, params))

@@ -1,4 +1,4 @@
-"""Pieces that checkpoints read and write: parts of masters and of optimizer state, as byte ranges of this rank."""
+"""Gives checkpoints access to this rank's pieces of masters and of optimizer state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .unit import Unit
 
 
 def named_piece(piece: Extent[Slot], values: Values) -> NamedPiece:
-    """Return the elements of one parameter that 1-D values have."""
+    """Return one parameter's elements in 1-D `values`, under its name."""
     return piece.source.spec.name, Extent(values[piece.as_slice], 0, piece.source_start, piece.numel)
 
 
 def parts_written(span: Span, rank: int, size: int) -> Iterator[Extent[Slot]]:
-    """Yield the parts of a span that this rank writes. "Here" is the slice that the rank has.
+    """Yield the parts of a span that this rank writes. Starts count in the rank's slice.
 
-    Where every rank has everything, the span is partitioned for the purpose. Of several replicas the first one writes.
+    If every rank has all elements, the span is partitioned over the ranks for writing. Of several replicas the first writes.
     """
     layout = span.layout
     if layout.shards > 1 or size == 1:
@@ -84,7 +84,7 @@ class OptimizerPieces:
         self._described: dict[str, ParameterState] = {}
         try:
             self._described = describe(binding, wire)
-        except CheckpointError as error:  # the same on every rank; a load does not mind
+        except CheckpointError as error:  # the same on every rank; only a save raises it
             self._refused = error
         self._fresh: list[tuple[Segment, dict[str, Any]]] = []
 
@@ -102,7 +102,7 @@ class OptimizerPieces:
     # To be written ----------------------------------------------------------------------------------------------------
 
     def described(self) -> dict[str, ParameterState]:
-        """Return states by parameter in the groups' order, however the ranks hold the parameters."""
+        """Return states by parameter in the groups' order, which does not depend on the number of ranks."""
         out: dict[str, ParameterState] = {}
         for _, slot in self._slots():
             spec, known = slot.spec, self._described.get(slot.spec.name)
@@ -125,7 +125,7 @@ class OptimizerPieces:
                 arrays = arrays_of(self._binding, segment, self._binding.state_of(segment))
                 if segment.is_matrix:
                     name = span.name_of(segment.members[0])
-                    # Its owner writes, in the first replica. Every rank has a parameter without elements.
+                    # Only the owner in the first replica writes: every rank has parameters without elements.
                     if rank == span.layout.owner(span.layout.slots[segment.members[0]]):
                         for state, value in arrays.items():
                             out[state].append((name, Extent(flat_of(value), 0, 0, value.numel())))
@@ -154,7 +154,7 @@ class OptimizerPieces:
     def _allocate_for(
         self, segment: Segment, saved: ParameterState | None, pieces: Sequence[Extent[Slot]]
     ) -> Iterator[tuple[str, NamedPiece]]:
-        """Yield memory for saved states: that of the current ones, if they fit. All members have the same states."""
+        """Yield memory for saved states, reusing current ones that fit. All members have the same states."""
         span, kept = segment.span, self._binding.state_of(segment)
         entries: dict[str, Any] = {}
         if saved is None:
@@ -164,7 +164,7 @@ class OptimizerPieces:
         entries.update({name: single_value(options, span, name, value) for name, value in saved.scalars.items()})
         covered = sum(piece.numel for piece in pieces) == segment.numel
         for state, (dtype, shape) in saved.arrays.items():
-            if state == MASTER:  # in place; what is not saved stays as it came with the weights
+            if state == MASTER:  # in place: elements that are not saved keep the values from the weights
                 values = span.master[segment.as_slice]
             elif segment.is_matrix:
                 values = entries[state] = allocate_state(segment, state, dtype_of(dtype), shape, kept.get(state))

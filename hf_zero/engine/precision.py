@@ -1,8 +1,8 @@
-"""Autocast around every entry into the model.
+"""Enters autocast around every entry into the model.
 
 An entry is a call of a module while no other module of the model runs in this thread: the model itself, or a part that user
-code calls. A module is replaced in its call (`_compiled_call_impl`, as `nn.Module.compile` does), not by hooks: the engine's
-own hooks run under autocast too, an exception cannot leave it entered, and copies of the module do not have it.
+code calls. The module's call is replaced (`_compiled_call_impl`, as `nn.Module.compile` does) instead of hooked: the engine's
+own hooks then run under autocast too, an exception cannot leave it entered, and copies of the module do not have it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Autocast:
         blocks = [host for host in hosts if host is not model]
         inside = {inner for host in blocks for inner in host.modules()}.difference(blocks)
         for module in model.modules():
-            # Inside a block only parts that autocast would cast can be entries of their own. Further out all that have
-            # parameters can: what they are given may be of the compute dtype.
+            # Inside a block only modules whose parameters autocast would cast can be entries. Outside of blocks all modules
+            # with parameters can: their inputs may be in the compute dtype.
             if module is model or any(param in cast or module not in inside for param in module.parameters()):
                 self._replace(module)
 
@@ -75,6 +75,6 @@ class Autocast:
 
 
 class _Here(threading.local):
-    """Autocast is a thread's; so is being inside of a call."""
+    """Per thread, as autocast is: whether a call into the model is running."""
 
     is_inside = False

@@ -1,7 +1,7 @@
-"""Which parameters have a gradient, agreed at the end of every backward that reduces.
+"""Agrees at the end of every backward that reduces which parameters have a gradient on some rank.
 
-A parameter without a gradient on every rank keeps its value and its optimizer state, as in plain training: the optimizer
-must not see zeros for it. Segments are split here, and only here, so that each has a gradient as a whole or not at all.
+A parameter that has a gradient on no rank keeps its value and its optimizer state, as in plain training: the optimizer must
+not see zeros for it. Segments are split here, and only here, so that each has a gradient as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Presence:
     """Agrees on gradients that are present.
 
     Args:
-        reduce_queue: reduces units that no rank reduced in order.
+        reduce_queue: reduces units that were not in the agreed order.
         bindings: optimizers whose segments are split.
     """
 
     def __init__(self, context: Context, reduce_queue: ReduceQueue, bindings: Sequence[Binding]) -> None:
         self._context, self._reduce_queue, self._bindings = context, reduce_queue, bindings
         self._mine = self._flags()
-        """By unit, the flags of this rank that `_agreed` was made of."""
+        """By unit, this rank's flags in the agreement that made `_agreed`."""
         self._agreed = [list(flags) for flags in self._mine]
 
     def agree(self) -> None:
@@ -70,7 +70,7 @@ class Presence:
                 start = stop
 
     def _wait_for_offloads(self) -> None:
-        """Wait until gradients are where they are stored."""
+        """Wait until offloaded gradients are stored."""
         if self._context.config.offloads:
             for unit in self._context.units:
                 for span in unit.trained:
@@ -90,7 +90,7 @@ class Presence:
         return out
 
     def fit(self, span: Span) -> None:
-        """Let every segment of a span have a gradient as a whole, or none."""
+        """Split a span's segments so that each has a gradient as a whole or not at all, and show the gradients."""
         bucket = span.bucket
         present = bucket.present
         if True not in present:

@@ -1,4 +1,4 @@
-"""Reduces of one backward: in the order that the ranks agreed on, one of them under way while the backward runs."""
+"""Starts the reduces of one backward in the order that the ranks agreed on, one at a time while the backward runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .unit import Unit
 
 
 class ReduceQueue:
-    """Units whose gradients are to be reduced, and the one whose reduce is under way: buffers of one are in memory."""
+    """Units to reduce in order, and the one whose reduce is under way: only one unit's buffers are in memory."""
 
     def __init__(self) -> None:
         self._answer: Callable[[], Iterable[Unit]] | None = None
@@ -31,10 +31,10 @@ class ReduceQueue:
             self._order.extend(answer())
 
     def advance(self, left: Mapping[int, int]) -> None:
-        """Reduce units in the agreed order, as far as the backward is done with them.
+        """Reduce units in the agreed order, up to the first that the backward has not finished.
 
         Args:
-            left: by number of the unit, uses that the backward is not done with.
+            left: by number of the unit, how many uses the backward has not finished.
         """
         if self._answer is not None:
             self.agree()
@@ -53,14 +53,14 @@ class ReduceQueue:
         self._under_way = unit
 
     def finish(self) -> None:
-        """Reduce what is left, and return when nothing is under way."""
+        """Reduce the remaining units, and wait until all are reduced."""
         self.advance({})
         if self._under_way is not None:
             self._under_way.finish_reduce()
         self._under_way = None
 
     def reduce(self, units: Iterable[Unit]) -> None:
-        """Reduce units that the agreed order does not have. A collective."""
+        """Reduce units that are not in the agreed order. A collective."""
         for unit in units:
             self.start(unit)
         self.finish()

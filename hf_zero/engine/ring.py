@@ -1,4 +1,4 @@
-"""The ring through which masters, gradients and states on disk pass: one slab is read, one updated, one written."""
+"""A ring of host buffers for masters, gradients and states on disk: one slab is read, one is updated, one is written."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SegmentUpdate:
     """One segment to update.
 
     Attributes:
-        grad: the span's whole gradient; None for a segment without one that the optimizer moves all the same.
+        grad: the span's full gradient; None for a segment without one that the optimizer updates nevertheless.
         factor: multiplies a gradient on disk, which clipping has not rewritten.
-        known: the segment's state when the step began. Slabs are read ahead, so it must not change meanwhile.
+        known: the segment's state when the step began. It must not change during the step: slabs are read ahead.
     """
 
     segment: Segment
@@ -127,7 +127,7 @@ class Ring:
     """Slabs on their way through host memory, in the order in which they were announced.
 
     Args:
-        before_reuse: waits for transfers that read from a slot's memory, before it is read to again.
+        before_reuse: waits for transfers from a slot's memory, before the next slab is read into it.
     """
 
     def __init__(self, storage: Storage, before_reuse: Callable[[], None]) -> None:
@@ -148,11 +148,11 @@ class Ring:
         return update.slabs(self._storage.sizes.slab_numel)
 
     def announce(self, update: SegmentUpdate) -> None:
-        """Announce a update that is updated after those before it. For any thread."""
+        """Announce the next update in order, so that its slabs are read ahead. For any thread."""
         self._ahead.extend(self.slabs_of(update))
 
     def next(self, slab: Slab) -> SlabMemory:
-        """Return the memory of a slab that has been read. Slabs after it are being read.
+        """Wait for a slab and return its memory; start to read those after it.
 
         Raises:
             TierError: it could not be read, or an earlier one not written.
@@ -170,13 +170,13 @@ class Ring:
         return slot
 
     def write(self, slot: SlabMemory, targets: Sequence[tuple[OnDisk, Tensor]]) -> None:
-        """Start to write an updated slab. Of those before it none is being written any more."""
+        """Start to write an updated slab, and wait until all slabs before it are written."""
         slot.transfers = [target.begin_write(value) for target, value in targets]
         self._writing.append(slot)
         self.finish_writes(1)
 
     def finish_writes(self, most: int) -> None:
-        """Wait until at most so many slabs are being written.
+        """Wait until at most `most` slabs are being written.
 
         Raises:
             TierError: one could not be.
@@ -195,7 +195,7 @@ class Ring:
             self._reading.append(slot)
 
     def abandon(self) -> None:
-        """Wait for all transfers after an error, and forget what is read ahead."""
+        """Wait for all transfers after an error, and drop slabs that were read ahead."""
         self._ahead.clear()
         for slot in (*self._reading, *self._writing):
             without_error(slot.wait)

@@ -1,11 +1,11 @@
-"""Checkpoints of one engine: `Engine.save` and `Engine.load`.
+"""Implements `Engine.save` and `Engine.load`.
 
     folder/  weights and small files as `save_pretrained` writes them (see `checkpoint.weights.WeightFormat`)
              optimizer/STATE.safetensors, optimizer/optimizer.json; of further optimizers optimizer_1/, optimizer_2/, …
              zero_state.json, zero_state.safetensors     see `checkpoint.objects`
              zero_manifest.json                          last: see `checkpoint.manifest`
 
-Nothing in it depends on the number of ranks, the stage, or the tier of the states.
+The files do not depend on the number of ranks, the stage, or the tier of the states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def open_saving(engine: Engine, target: str | os.PathLike[str], **facts: Any) -> CheckpointWriter:
-    """Return a `CheckpointWriter` whose manifest has the engine's facts and `facts`. Masters have the values of one step."""
+    """Finish the running step, and return a `CheckpointWriter` whose manifest has the engine's settings and `facts`."""
     engine.quiesce()
     return CheckpointWriter(engine.wire, target, stage=engine.config.stage, precision=str(engine.precision), **facts)
 
@@ -49,7 +49,7 @@ def save(
     objects: Mapping[str, Stateful] | None,
     in_background: bool,
 ) -> None:
-    """Write a checkpoint. No other save may be under way.
+    """Write a checkpoint. No other save may be running.
 
     Args:
         in_background: commit behind training.
@@ -73,8 +73,8 @@ def put_weights(
     """Write the model's weights in a folder inside the checkpoint, or in the checkpoint itself.
 
     Args:
-        form: names in files, for a caller that has written all files but the weights; None: those of the model's own
-            format, and all its files are written.
+        form: the names in files, for a caller that has written all files but the weights. None: write all files of the
+            model's own format.
     """
 
     def plan_files() -> Files:
@@ -97,7 +97,7 @@ def load(
     verify: bool,
     strict: bool,
 ) -> None:
-    """Read a checkpoint. No save may be under way."""
+    """Read a checkpoint. No save may be running."""
     wire = engine.wire
     loading = CheckpointReader(wire, folder, verify=verify)
     if loading.manifest is None and wire.rank == 0:
@@ -113,7 +113,7 @@ def load(
         wanted = False
     optimizers = [engine.optimizer_state(each) for each in engine.optimizers] if wanted else []
     with filling(engine, loading):
-        # All checks first: what does not fit changes nothing.
+        # All checks must run before the first load: a checkpoint that does not fit must change nothing.
         loads = [loading.weights(ParameterPieces(engine.units), engine.model, format_of(engine.model), strict=strict)]
         loads += [loading.optimizer(state, folder=optimizer_folder(index)) for index, state in enumerate(optimizers)]
         for each in loads:
@@ -125,9 +125,9 @@ def load(
 
 @contextmanager
 def filling(engine: Engine, loading: CheckpointReader) -> Iterator[None]:
-    """Write masters and an optimizer's states inside. What is gathered follows at the end. A collective.
+    """Write masters and an optimizer's states inside; gathered values are refreshed at the end. A collective.
 
-    `engine.prepare_load` must come before. Where the block stops half-way, the model is refused until another load ends.
+    Call `engine.prepare_load` before. If the block raises half-way, the model is refused until another load completes.
     """
     try:
         yield

@@ -1,14 +1,14 @@
-"""When units move: hooks on the modules that use them, and on the nodes of autograd's graph.
+"""Schedules gathers, releases and reduces of units: hooks on the modules that use them, and on autograd nodes.
 
 * Forward: a unit is gathered before a module that uses it and released when the next use begins. From the second forward on,
   the next unit is gathered one ahead.
 * Backward: a prehook on the nodes that made a module's output enters its use (`tape`): the unit is gathered, the unit of
-  the next use is gathered one ahead, and uses that the backward is done with are released and reduced.
-* End of a backward: an engine callback releases and reduces what is left, then the ranks agree on which parameters have a
-  gradient, and optimizers get theirs.
+  the next use is gathered one ahead, and units of uses that the backward has passed are released and reduced.
+* End of a backward: an engine callback releases and reduces the remaining units, then the ranks agree on which parameters
+  have a gradient, and optimizers get their gradients.
 
-Hooks stand on nodes, not on tensors and not in autograd functions: user code may write a module's input or output in place.
-Python work of this file grows with units, never with parameters, but for class changes at gathers and releases.
+Hooks are on nodes, not on tensors or in autograd functions: user code may write a module's input or output in place.
+Python work of this file grows with units, not with parameters, except for class changes at gathers and releases.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Schedule:
     Attributes:
         sync: False inside `no_sync`.
         defers: inside `no_sync`, gradients add up on this rank at every stage.
-        holds_gradients: a backward inside `no_sync` left gradients on this rank.
-        deferred_last: in the last `no_sync` at a stage that reduces in every backward, gradients stayed on this rank.
+        holds_gradients: a backward inside `no_sync` left unreduced gradients on this rank.
+        deferred_last: the last backward inside `no_sync` had `defers`.
     """
 
     def __init__(self, context: Context, after_sync: Callable[[], None]) -> None:
@@ -52,20 +52,20 @@ class Schedule:
         self.tape = Tape()
         self.sync = True
         self.defers = self.deferred_last = False
-        self._lost: str | None = None  # why gradients of this step are gone
-        self._is_first = True  # of the backwards since the last step: if it raises, nothing else is gone
+        self._lost: str | None = None  # the reason, if gradients of this step were lost
+        self._is_first = True  # of the backwards since the last step: if it raises, no other gradients are lost
         self.in_backward, self._task = False, -1
         self.holds_gradients = False
-        self._has_run = False  # since gradients were cleared
-        self._cleared: set[object] = set()  # optimizers whose gradients were, after the last backward
-        self._may_have_missed = True  # a forward since the last flush has a graph; parameters may come with gradients
+        self._has_run = False  # a backward ran since gradients were cleared
+        self._cleared: set[object] = set()  # optimizers whose gradients were cleared since the last backward
+        self._may_have_missed = True  # there may be gradients that no hook saw, of graphs since the last flush
         self._create_graph = False  # the backward builds a graph of itself
         self._sends = True  # the backward reduces gradients
         # Forward
         self._running: list[int] = [0] * len(self.units)
-        self._awaited: list[int] = [0] * len(self.units)  # bits of hosts that are still to run: the unit stays
+        self._awaited: list[int] = [0] * len(self.units)  # bits of hosts that have not run: until then the unit stays
         self._depth = 0  # of calls of the root
-        self._builds_graph = False  # this forward, or a part of it, builds a graph
+        self._builds_graph = False  # this forward, or a part of it
         self._order: list[Unit] = []  # of uses in this forward
         self._last_order: list[Unit] = []
         self._last: Unit | None = None  # the unit used last: the first that a backward needs
@@ -111,7 +111,7 @@ class Schedule:
         self._begin_forward()
         self._running = [0] * len(self.units)
         self._awaited = [(1 << len(unit.hosts)) - 1 for unit in self.units]
-        if not self.context.is_unsharded:  # inside, one rank alone may run a forward
+        if not self.context.is_unsharded:  # inside `zero.unsharded` one rank alone may run a forward
             self._last_order, self._order = self._order, []
 
     def _begin_forward(self) -> None:
@@ -123,11 +123,11 @@ class Schedule:
         if backward_id() >= 0 or self._depth == 0:
             return
         self._depth -= 1
-        if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # no transfer will end
+        if self._depth or (output is None and isinstance(sys.exc_info()[1], StallError)):  # a stall: no transfer ends
             return
         if torch.is_grad_enabled():
             if self._last is None and self._order and self._order[-1].index not in self.context.kept:
-                self._last = self._order[-1]  # a host of it that was not called has kept it so far
+                self._last = self._order[-1]  # still gathered, because one of its hosts was not called
             hook = weak_hook(self, Schedule.begin)
             for node in nodes_of(tensors_in(output), 0):
                 node.register_prehook(hook)
@@ -137,7 +137,7 @@ class Schedule:
         self._release_prefetched(keeps=self._keeps_units)
         for event in self.events.after_forward:
             event(output)
-        if self.reshards and not self.context.is_unsharded:  # inside, each rank runs forwards as it likes
+        if self.reshards and not self.context.is_unsharded:  # inside, ranks run forwards independently
             self.context.raise_failures("forward")
 
     @property
@@ -164,7 +164,7 @@ class Schedule:
             is_lookup: an embedding, whose backward does not read them.
         """
         in_backward = backward_id() >= 0
-        if self._depth == 0 and not in_backward:  # a part of the model, called by itself
+        if self._depth == 0 and not in_backward:  # user code calls a part of the model by itself
             self.recover()
             self.context.check()
             for event in self.events.before_part:
@@ -188,10 +188,10 @@ class Schedule:
         if not in_backward and self._depth and not self.context.is_unsharded:
             self._order.append(unit)
         use = None
-        # Stage 3 agrees on each use: where one rank runs a part without a graph, its tape has the use, too.
+        # At stage 3 ranks agree on each use, so the tape also has uses that this rank alone runs without a graph.
         has_graph = torch.is_grad_enabled() or (self.reshards and self._builds_graph and not in_backward)
         if has_graph and (self.reshards or unit.trained):
-            # Not on the tape: a recomputation inside a backward, and what each rank runs as it likes inside `unsharded`.
+            # Off the tape: recomputations inside a backward, and calls inside `unsharded`, which ranks make independently.
             is_off_tape = in_backward or (self.reshards and self.context.is_unsharded)
             use = Use(unit, -1, is_lookup=is_lookup) if is_off_tape else self.tape.open(unit, is_lookup=is_lookup)
         if self.reshards:
@@ -201,7 +201,7 @@ class Schedule:
         calls.append((use, next_sequence_number(), in_backward, named))
 
     def _prefetch(self, unit: Unit) -> None:
-        """Gather the unit that followed this one in the last forward, as long as this forward is like it."""
+        """Gather the unit that followed this one in the last forward, as long as both forwards have the same order."""
         at = len(self._order)
         if self._depth and at + 1 < len(self._last_order) and self._last_order[at] is unit:
             self._last_order[at + 1].gather()
@@ -210,7 +210,7 @@ class Schedule:
         self.end_use(unit, calls, output, (args, kwargs))
 
     def end_use(self, unit: Unit, calls: Calls, output: Any, inputs: Any = ()) -> None:
-        """End a use that returned `output`. A backward that comes to it, or to what was put into `inputs`, needs the unit."""
+        """End a use that returned `output`. A backward that reaches it, or results written to `inputs`, needs the unit."""
         if not calls:
             return
         use, first, in_backward, named = calls.pop()
@@ -231,19 +231,19 @@ class Schedule:
             for node in nodes:
                 node.register_prehook(hook)
             if not found and output is not None and self.reshards:
-                self._kept.add(unit)  # its output cannot be searched: only the end of the backward is certain
+                self._kept.add(unit)  # no tensor found in its output: release at the end of the backward
         if not self.reshards or self._running[unit.index]:
             return
-        unit.intercept_reads()  # whatever reads it from here on is a use of its own
+        unit.intercept_reads()  # from here on every read is a use of its own
         if unit in self._kept:
             return
         if not in_backward:
-            # Not by this call's own grad mode: user code may run a part without a graph on one rank.
+            # Must not depend on this call's grad mode: user code may run a part without a graph on one rank.
             is_used_again = self._depth > 0 and self._awaited[unit.index]
             if not (is_used_again or (unit.index in self.context.kept and self._keeps_units)):
                 inner, self._last = self._last, unit
                 if inner is not None and inner is not unit and not self._running[inner.index]:
-                    inner.release()  # the last one inside this call
+                    inner.release()  # the last unit used inside this call
         elif not self._walk.is_in(unit.index):
             unit.release()
 
@@ -267,9 +267,9 @@ class Schedule:
             return
         self.context.refuse_unsharded("a backward")
         self._is_first = not (self._has_run and (self._lost or self.holds_gradients or have_gradients(self.units)))
-        if self._is_first:  # one that raised before was the only one: this takes its place
+        if self._is_first:  # no earlier gradients were lost: a backward that raised may be repeated
             self._lost = None
-        self.in_backward = self._has_run = True  # before what may raise: `recover` asks for it
+        self.in_backward = self._has_run = True  # before anything that may raise: `recover` checks it
         self._cleared.clear()
         self._wire.watch.phase = "backward"
         self._task = backward_id()
@@ -297,14 +297,14 @@ class Schedule:
         self._walk = Walk(self.tape.uses)
 
     def enter(self, token: Token) -> None:
-        """Enter a use: the backward comes to its output."""
+        """Enter a use: the backward has reached its output."""
         use = token.use
         if not self.in_backward:
             self.begin()
         if backward_id() != self._task:
             self._enter_nested(use)
             return
-        # From before the last step, or passed in the order of the tape and reached after all.
+        # A use from before the last step, or one that the walk passed before the backward reached it.
         if not use.is_listed or (use.is_entered and use.is_done and self.reshards):
             if use.reads:
                 self._ensure_gathered(self.units[use.index], kept=True)
@@ -334,14 +334,14 @@ class Schedule:
             self._kept.add(unit)
 
     def reach(self, unit: Unit) -> bool:
-        """Gather a unit whose saved memory a backward reads. Returns False if the backward had come to it by an output."""
+        """Gather a unit whose saved memory a backward reads. Returns False if the backward has entered a use of it already."""
         if self._walk.is_in(unit.index) and unit.state is State.GATHERED:
             return False
         if backward_id() >= 0:
             self.begin()
             for use in self._walk.ahead:
                 if use.index == unit.index and use.reads:
-                    self.enter(Token(use))  # in the order of the tape, like the ranks that come to its output
+                    self.enter(Token(use))  # in the order of the tape, as on ranks that reach its output
                     return True
         self._ensure_gathered(unit, kept=True)
         return True
@@ -376,7 +376,7 @@ class Schedule:
                     unit.release()
 
     def end(self) -> None:
-        """End a backward: release, reduce and agree on what is left."""
+        """End a backward: pass the remaining uses, reduce, and agree on gradients."""
         if not self.in_backward or backward_id() != self._task:
             return
         self._finish_walk()
@@ -389,7 +389,7 @@ class Schedule:
         self._finish()
 
     def _finish_walk(self) -> None:
-        """Pass the uses that this rank has not reached: other ranks did, and gather their units with this one."""
+        """Pass the uses that this rank has not reached: other ranks did, and gathers and reduces need every rank."""
         self._last = None
         for use in self._walk.up_to():
             self._enter_use(use)
@@ -413,7 +413,7 @@ class Schedule:
         for event in self.events.after_backward:
             event()
         self._wire.watch.phase = "what follows the backward"
-        self.in_backward = False  # not before: an exception up to here is a backward that failed
+        self.in_backward = False  # must be last: after an exception before this the backward has failed
 
     # Between passes ---------------------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class Schedule:
         """Reduce gradients that `no_sync` or a backward without hooks left on this rank. A collective where there are any.
 
         Args:
-            at_step: look at all parameters. Else only once after a forward: reads of many gradients cost one look.
+            at_step: check all parameters. Else they are checked once after a forward, so that many reads cost one check.
 
         Raises:
             StateError: a backward of this step raised, after others.
@@ -432,7 +432,7 @@ class Schedule:
         if not self.holds_gradients:
             if not at_step and not self._may_have_missed:
                 return
-            # A backward that came to no hook, such as one of a loss inside the first block, has left gradients.
+            # A backward that reached no hook, such as that of a loss inside the first block, may have left gradients.
             self._may_have_missed = False
             if not have_local([span.bucket for unit in self.units for span in unit.trained]):
                 return
@@ -461,7 +461,7 @@ class Schedule:
         self._create_graph = False
 
     def quiesce(self) -> None:
-        """Release what the stage releases, and wait for everything under way."""
+        """Release units where the stage does, and wait for everything under way."""
         self.recover()
         self._last = None
         self._kept.clear()
@@ -473,7 +473,7 @@ class Schedule:
                 unit.wait()
 
     def recover(self) -> None:
-        """Forget what a backward left that raised before its end; do nothing in a backward, or after one that ended."""
+        """Clean up after a backward that raised. Does nothing inside a backward, or after one that ended."""
         if backward_id() >= 0:
             return
         if self.in_backward:

@@ -13,8 +13,8 @@ from .parameter import ShardedParameter
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
     """States that user code reads by the tensors of `optimizer.param_groups`.
 
-    Parameters of the model have no entry: a plain `defaultdict` would make an empty one, and what user code writes to it would
-    be lost silently. Access waits for updates behind `optimizer.step()`. The engine itself uses `dict`'s methods.
+    Parameters of the model have no entry. A plain `defaultdict` would create an empty one, and user code's writes to it would
+    be lost silently. Access waits for updates that run after `optimizer.step()`. The engine itself uses `dict`'s methods.
 
     Args:
         wait_for_step: waits until no other thread updates states.

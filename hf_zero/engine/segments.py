@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class SegmentTensor(nn.Parameter):
-    """The tensor of a group, outside of the optimizer's own step, where an observer asked for it: access is an event.
+    """The tensor of a group outside of the optimizer's own step, if an observer asked to see access to it.
 
-    torch chooses its fast kernels by the exact class of parameters, so within the step they are plain.
+    Inside the step tensors are plain parameters: torch chooses its fast kernels by their exact class.
     """
 
     _zero_segment: Segment
@@ -73,7 +73,7 @@ class SegmentTensor(nn.Parameter):
 
 
 class OffloadedSegmentTensor(SegmentTensor):
-    """As `SegmentTensor`, of a master in host memory, whose update may be under way, or on disk, which has no values here."""
+    """As `SegmentTensor`, of a master in host memory, whose update may be running, or on disk, where it has no values."""
 
     @classmethod
     def __torch_function__(
@@ -100,16 +100,16 @@ def _offloaded_in(values: Any) -> list[OffloadedSegmentTensor]:
 class Segment:
     """Elements `start` to `stop` of a span's slice.
 
-    A group of which this rank has no elements holds one segment without members: every rank takes part in what user code
-    does with a group, and sees its flags.
+    A group of which this rank has no elements holds one segment without members, so that every rank takes part in collectives
+    over the group, and sees its flags.
 
     Attributes:
         members: indices of the parameters that have elements here, in order.
-        tensor: what the optimizer's group holds. Its memory is the master's where that is on the device or the host. For a
-            master on disk it is NaN and never has a gradient: the optimizer's own step passes over it.
+        tensor: the entry in the optimizer's group. It views the master on the device or in host memory. For a master on disk
+            it is NaN and never has a gradient, so that the optimizer's own step skips it.
         is_cleared: user code set its gradient to None since the last backward.
         was_moved: user code gave the tensor other memory (`tensor.data = values`) since `return_moved_tensors`.
-        trains: one of the parameters requires a gradient. The tensor's flag says so too, until user code sets it.
+        trains: one of the parameters requires a gradient. The tensor has the same flag, until user code sets it.
     """
 
     __slots__ = ("is_cleared", "members", "span", "start", "stop", "tensor", "trains", "was_moved")
@@ -150,7 +150,7 @@ class Segment:
 
     @property
     def has_moved(self) -> bool:
-        """Return whether the tensor has other memory than the master's."""
+        """Return whether the tensor no longer views the master."""
         span = self.span
         if span.tier is Tier.DISK or self.start == self.stop:
             return False
@@ -163,7 +163,7 @@ class Segment:
         return torch.Size(self.span.layout.slots[self.members[0]].spec.shape if self.is_matrix else (self.numel,))
 
     def set_reports_access(self, reports: bool) -> None:
-        """Let access to the tensor's `grad` and `data` be events, or not."""
+        """Turn events for access to the tensor's `grad` and `data` on or off."""
         if reports:
             self.tensor._zero_segment = self  # type: ignore[attr-defined]
         kind = SegmentTensor if self.span.tier is Tier.DEVICE else OffloadedSegmentTensor
@@ -194,15 +194,15 @@ class Segment:
         return False
 
     def sync_requires_grad(self) -> None:
-        """Give the optimizer's tensor `requires_grad` of its parameters."""
+        """Set the tensor's `requires_grad` from its parameters."""
         if self.members:
             self.tensor.requires_grad_(any(self.span.params[index].requires_grad for index in self.members))
         self.trains = self.tensor.requires_grad
 
     def refill(self) -> None:
-        """Make the tensor again, of other bounds or members."""
+        """Rebuild the tensor after its bounds or members changed."""
         values = self._values()
-        # By assignment: the tensor's version counter is its own, and counts writes of the optimizer and of user code alone.
+        # By assignment: the tensor needs a version counter of its own, which counts writes of the optimizer and user code only.
         self.tensor = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device), requires_grad=False)
         self.tensor.data = values
         self.sync_requires_grad()
@@ -214,13 +214,10 @@ class Segment:
             set_raw_data(self.tensor, part.view(self.tensor.shape))
 
     def show_grad(self) -> None:
-        """Give the optimizer's tensor the reduced gradient of its elements; None where no rank has one."""
+        """Set the tensor's gradient to the reduced one of its elements; None if no rank has one, or it must be hidden."""
         span, context, shown = self.span, self.span.context, None
-        is_hidden = (
-            context.states_offloaded
-            or span.tier is Tier.DISK
-            or (context.hides_host_gradients and span.tier is not Tier.DEVICE)
-        )
+        is_hidden = context.states_offloaded or span.tier is Tier.DISK
+        is_hidden = is_hidden or (context.hides_host_gradients and span.tier is not Tier.DEVICE)
         if self.has_grad and not is_hidden:
             grad: Any = span.bucket.grad
             shown, shape = grad[self.start : self.stop], self.tensor.shape
@@ -253,13 +250,13 @@ def first_segments(span: Span, groups: Sequence[object | None]) -> list[Segment]
             found.append(Segment(span, part.start, part.stop, [index]))
     if found and not found[-1].is_matrix and span.layout.used_numel < span.layout.numel:
         _take_padding(found[-1])
-    # Every rank has those without elements: they have gradients and state like any other.
+    # Parameters without elements are on every rank: they have gradients and state like any other.
     empty = [index for index, slot in enumerate(span.layout.slots) if not slot.spec.numel and groups[index] is not None]
     return [*(Segment(span, 0, 0, [index]) for index in empty), *found]
 
 
 def _take_padding(segment: Segment) -> None:
-    """Give the span's padding to the last segment of its last rank: lengths stay multiples of what kernels like."""
+    """Add the span's padding to the last segment of its last rank, whose length then stays aligned for kernels."""
     span = segment.span
     low, _ = span.layout.bounds(span.rank)
     if low + segment.stop == span.layout.used_numel:
@@ -268,7 +265,7 @@ def _take_padding(segment: Segment) -> None:
 
 
 def runs_of(segment: Segment, key: Callable[[int], object]) -> list[list[int]]:
-    """Return a segment's members in runs of equal `key`."""
+    """Return a segment's members, divided into runs of equal `key`."""
     runs: list[list[int]] = []
     for index in segment.members:
         if runs and key(runs[-1][0]) == key(index):
@@ -283,7 +280,7 @@ def split(
 ) -> list[tuple[Segment, dict[str, Any]]]:
     """Return a segment for each of these runs of members, with its part of the optimizer's state.
 
-    State tensors become views of the old ones, so optimizers see the same values; one value per segment (`step`) is copied.
+    State tensors become views of the old ones, so optimizers see the same values. Single values (`step`) are copied.
     """
     out = []
     start = segment.start

@@ -1,4 +1,4 @@
-"""`shard(model, optimizer, config) -> Engine`: puts layout, units, schedule and optimizers together."""
+"""`shard(model, optimizer, config) -> Engine`: builds layout, units, schedule and optimizer bindings."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def shard(
         model: on its final device, in its final dtype.
         optimizer: over this model's parameters, with or without state; several in a list; None to evaluate only.
         config: the settings.
-        observers: what attaches to the engine's events. Without any, ordinary training loops work.
+        observers: attached to the engine's events. Ordinary training loops work without any.
         mixed_precision: `no`, `bf16` or `fp16`: the forward runs under autocast.
         device: where to compute, for a model that is in host memory.
         machine: measured speeds, for `auto`.
-        open_wire: opens the transport between ranks for buffers on a device. Another one may watch, or not be there.
-        open_storage: creates what the tiers share, from the device, the rank and `offload_dir`. Another one may work in blocks
-            of other sizes, or reach the device over another link.
+        open_wire: opens the transport between ranks for tensors on a device. Pass another to observe or simulate it.
+        open_storage: creates the storage that the tiers share, from the device, the rank and `offload_dir`. Pass another for
+            other block sizes, or another link to the device.
         limits: of the sizes of units.
         kind: the engine's class.
 
@@ -89,7 +89,7 @@ def shard(
     wire = open_wire(device or next((p.device for p in model.parameters()), torch.device("cpu")))
     with wire.watch.operation("zero.shard"):
         wire.start(config.stall_s)
-    # What one rank refuses, every rank refuses, before anything has changed.
+    # If one rank raises, every rank raises, before anything has changed.
     with agreement.on_all_ranks(wire, "zero.shard", kind=RankMismatchError):
         _check_free(model)
         for observer in observers:
@@ -168,7 +168,7 @@ def _check_free(model: nn.Module) -> None:
 def _memory_free_now(
     wire: Wire, device: torch.device, config: ZeroConfig, machine: Machine, params: Iterable[nn.Parameter]
 ) -> Machine:
-    """Return what the plan may count on: under `auto`, the least of what any rank has free now. A collective then."""
+    """Return the memory that the plan may use: under `auto`, the least that any rank has free now. A collective then."""
     if not config.is_auto:
         return Machine()
     held = sum(param.untyped_storage().nbytes() for param in params if param.device == device)

@@ -5,8 +5,8 @@
 * `local`: this rank's slice of `full`.
 * `master`: 1-D, this rank's slice in the master dtype: the only copy of the values that survives a release. It is the
   memory of `local` where `full` is never released and both dtypes are equal. On the device, in host memory or on disk.
-* `copy`: the slice in the compute dtype, where the master is not on the device: what a gather reads. Where `full` stays it is
-  None, and `local` is what a gather reads. Code that writes the master writes there, too (`publish_target`).
+* `copy`: the slice in the compute dtype, which gathers read where the master is not on the device. It is None where `full` is
+  never released: gathers then read `local`. Code that writes the master must update either one (`publish_target`).
 
 All writes go through `full`, `local` and `master`, never through a parameter, so parameters keep their version counters.
 """
@@ -73,7 +73,7 @@ class Span:
         self.is_old = False
         self._is_dropped = False
         self._stacked: list[_Buffer] = []
-        """Buffers that another one hides, the usual one first."""
+        """Buffers below the current one, the usual one first."""
         self._fill(params)
         self.views = [self.full[slot.offset : slot.stop].view(slot.spec.shape) for slot in layout.slots]
         self._storage = self.full.untyped_storage()
@@ -105,7 +105,7 @@ class Span:
         self.master: Values = self._new_master(exact[low:high]) if files is None else files
         self.copy: Values | None = self._new_copy() if reads else files
         if self.codec is not None and self.is_persistent:
-            for rank in range(layout.shards):  # as after every gather from now on
+            for rank in range(layout.shards):  # as every later gather leaves it
                 begin, end = layout.bounds(rank)
                 self.full[begin:end].copy_(self.codec.rounded(self.full[begin:end]))
 
@@ -133,7 +133,7 @@ class Span:
         return self.context.storage.store(self.tier, values)
 
     def _new_copy(self) -> Values | None:
-        """Return the copy that a gather reads where the master is elsewhere, in the compute dtype."""
+        """Return the copy that gathers read, in the compute dtype; None where they read the master or `local`."""
         if self.tier is Tier.DEVICE or self.is_persistent:
             return None
         if self.copy_tier is self.tier and self.compute_dtype == self.master_dtype:
@@ -159,7 +159,7 @@ class Span:
         return self.layout.slots[index].spec.name
 
     def sync_requires_grad(self) -> None:
-        """Take up `requires_grad` of the parameters."""
+        """Read `requires_grad` of the parameters again."""
         flags = [param.requires_grad for param in self.params]
         self.trainable = any(flags)
         for segment in self.segments:
@@ -179,7 +179,7 @@ class Span:
             OutOfMemoryError: the device has no memory for it.
         """
         if not self.is_readable:
-            self._uncount()  # a signal came between a release and its count
+            self._uncount()  # a signal may have interrupted the last release before this
             resize = partial(self._storage.resize_, self.full_bytes)
             self.context.storage.allocate("gathered", purpose, self.full_bytes, resize)
             self._gathered_bytes = self.full_bytes
@@ -189,7 +189,7 @@ class Span:
         if self._stacked:
             return self._load_master()
         if self.tier is not Tier.DEVICE and self.copy is None:
-            return DONE  # `local` has the values: code that wrote the master wrote it
+            return DONE  # every write to the master has updated `local`
         source = self.master if self.copy is None else self.copy
         if source is self.master and self.compute_dtype != self.master_dtype:
             return self._load_master()
@@ -201,7 +201,7 @@ class Span:
 
     @property
     def publish_target(self) -> Values | None:
-        """Return the memory that new values of a master off the device must be written to as well, in the compute dtype."""
+        """Return the memory in the compute dtype that writes to an offloaded master must update as well, if there is any."""
         if self.tier is Tier.DEVICE:
             return None
         if self.copy is None:
@@ -209,7 +209,7 @@ class Span:
         return None if self.copy is self.master else self.copy
 
     def gather(self) -> Inflight:
-        """Start the all-gather of the slices; `local` has this rank's values."""
+        """Start the all-gather of the slices. `local` must hold this rank's values."""
         wire, layout = self.context.wire, self.layout
         if layout.shards == 1:
             return DONE
@@ -232,7 +232,7 @@ class Span:
         self._gathered_bytes = 0
 
     def drop(self) -> None:
-        """Free the memory of `full` where it stays. `restore` gives it back; the values are undefined then."""
+        """Free the memory of a persistent `full`. `restore` allocates it again, with undefined values."""
         if self.has_outside_views or not self._storage.resizable():
             self.move_to_new_storage()
         self._storage.resize_(0)
@@ -241,19 +241,19 @@ class Span:
         self._storage.resize_(self.full_bytes)
 
     def use_master(self, values: Tensor) -> None:
-        """Put the master into other memory."""
+        """Replace the memory of the master."""
         self.master = values
         for segment in self.segments:
             segment.use_master(values)
 
-    # Another buffer ---------------------------------------------------------------------------------------------------
+    # The stack of buffers ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def push_buffer(self, dtype: torch.dtype, purpose: str, *, masters: bool) -> None:
-        """Point the parameters at another buffer, in `dtype`, without codes, and hide the one that they have now.
+        """Point the parameters at a new buffer in `dtype`, without codes. `pop_buffers` restores the current one.
 
         Args:
-            masters: the next gather fills it from the masters. Else it has the values that the parameters have now.
+            masters: the next gather fills it from the masters. Else it begins with the parameters' current values.
 
         Raises:
             OutOfMemoryError: the device has no memory for it.
@@ -285,16 +285,16 @@ class Span:
 
     @property
     def buffer_depth(self) -> int:
-        """Return the number of hidden buffers."""
+        """Return the number of buffers below the current one."""
         return len(self._stacked)
 
     @torch.no_grad()
     def pop_buffers(self, kept: Sequence[int] = (), depth: int = 0) -> None:
-        """Point the parameters at the usual buffer again, or at a later one.
+        """Point the parameters at a buffer below the current one again.
 
         Args:
-            kept: parameters that were written, by index. Elements that are not those of the buffer, rounded, go there.
-            depth: how many buffers stay hidden.
+            kept: indices of parameters that were written. Their elements that are not the lower buffer's, rounded, are copied.
+            depth: the number of buffers that remain below; 0 for the usual buffer.
         """
         while len(self._stacked) > depth:
             views = self.views
@@ -315,23 +315,22 @@ class Span:
     def _load_master(self) -> Inflight:
         if self.tier is not Tier.DEVICE and self.master_dtype == self.local.dtype:
             return self.context.storage.load(self.master, self.local)
-        if isinstance(
-            self.master, OnDisk
-        ):  # read when waited for: a rank whose file fails still takes part in the gather
+        if isinstance(self.master, OnDisk):
+            # Read when waited for: a rank whose file fails must still take part in the gather.
             return Inflight(finish=partial(self.master.read_into, self.local))  # type: ignore[arg-type]
         self.local.copy_(self.master)
         return DONE
 
     @torch.no_grad()
     def keep_writes(self) -> None:
-        """Give the master those elements of `local` that are not its own, rounded: user code wrote them."""
+        """Copy to the master those elements of `local` that are not the master's, rounded: user code wrote them."""
         if not self.master_is_local:
             master = self.values().to(self.device)
             self.write(0, with_digits(master, self.local))
 
     @torch.no_grad()
     def move_to_new_storage(self) -> None:
-        """Give `full` other memory with the same values. Views that user code holds keep the old one: a snapshot."""
+        """Move `full` to new memory with the same values. Views that user code holds keep the old memory: a snapshot."""
         old = self._storage
         new = torch.UntypedStorage(self.full_bytes, device=self.device)
         if old.nbytes():
@@ -351,7 +350,7 @@ class Span:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def values(self, start: int = 0, numel: int | None = None) -> Tensor:
-        """Return this rank's slice, or so many elements of it, in the master dtype, 1-D; maybe the master itself.
+        """Return this rank's slice, or `numel` elements of it, in the master dtype, 1-D: a copy or a view of the master.
 
         Raises:
             TierError: it could not be read from disk, on this rank alone.
@@ -364,21 +363,21 @@ class Span:
 
     @torch.no_grad()
     def write(self, start: int, values: Tensor) -> None:
-        """Write elements of this rank's slice, from `start` on. What is gathered is old afterwards."""
+        """Write elements of this rank's slice, from `start` on. The gathered copy is stale afterwards."""
         for event in self.events.master_read:
             event(self)
         self.store(start, values)
 
     @torch.no_grad()
     def store(self, start: int, values: Tensor) -> None:
-        """As `write`, where what user code wrote to parameters is in the master already."""
+        """As `write`. The master must already have user code's writes to parameters."""
         self.unit.wait_for_step()
         self.master[start : start + values.numel()].copy_(values)
         if self.publish_target is not None:
             self.publish_target[start : start + values.numel()].copy_(values.to(self.compute_dtype))
 
     def publish(self) -> None:
-        """Carry the master's values to what gathers read, where that is other memory than the device's.
+        """Copy the master's values to `publish_target`, from which gathers read them.
 
         Raises:
             TierError: they could not be read or written.
@@ -390,7 +389,7 @@ class Span:
             target.copy_(self.master)  # type: ignore[arg-type]
 
     def state_on_disk(self, name: str, dtype: torch.dtype) -> OnDisk:
-        """Return the array of a state of all segments: one for the span, so that offsets are aligned like the master's.
+        """Return the disk array of one state, shared by all segments so that offsets are aligned like the master's.
 
         Raises:
             TierError: the disk is full.
@@ -406,12 +405,12 @@ class Span:
         if self.unit.state.name == "GATHERING":
             self.unit.wait()
         if self.is_readable and self.has_outside_views:
-            self.move_to_new_storage()  # what user code has read keeps its values, and `values` may be a part of it
+            self.move_to_new_storage()  # user code's views keep their values, and `values` may be one of them
         assign(self, index, values)
 
     @property
     def is_readable(self) -> bool:
-        """Return whether `full` has memory. Asks the storage: a signal may come between a change and any record of it."""
+        """Return whether `full` has memory. Asks the storage itself: a signal may separate a change from any record of it."""
         return self.is_persistent or self._storage.nbytes() == self.full_bytes
 
     @property
@@ -430,11 +429,11 @@ class Span:
         return count - self._own_views - (len(self.segments) if self.master is self.local else 0)
 
     def part_of(self, index: int) -> Extent[Slot] | None:
-        """Return this rank's elements of one parameter. "Here" is the slice."""
+        """Return this rank's elements of one parameter. Starts count in this rank's slice."""
         return self.layout.part_of(self.layout.slots[index], self.rank)
 
     def parts(self) -> Iterator[tuple[int, Extent[Slot]]]:
-        """Yield by index the parameters that this rank has elements of."""
+        """Yield the parameters of which this rank has elements: index and part."""
         for index in range(len(self.params)):
             part = self.part_of(index)
             if part is not None:

@@ -1,6 +1,6 @@
-"""One call of `optimizer.step`: complete, or not begun, or refused afterwards.
+"""Makes one call of `optimizer.step` atomic: it completes, has no effect, or the model is refused afterwards.
 
-The engine's work stands directly around the optimizer's arithmetic: after all pre-hooks of user code, before all post-hooks.
+The engine's work runs directly around the optimizer's arithmetic: after all pre-hooks of user code, before all post-hooks.
 
 * An exception before the optimizer has written (a pre-hook, a closure, a check): the step may be repeated.
 * An exception after it has written: values of two steps are mixed. Everything but a load is refused from then on.
@@ -28,7 +28,7 @@ Closure = Callable[[], Any]
 
 
 class StepWrapper:
-    """`optimizer.step` and hooks, on the instance, until `remove`.
+    """Replaces `optimizer.step` on the instance and adds hooks, until `remove`.
 
     Args:
         bound: does the engine's part of a step.
@@ -38,8 +38,8 @@ class StepWrapper:
     def __init__(self, optimizer: torch.optim.Optimizer, bound: BoundOptimizers, held: HeldSignals) -> None:
         self._optimizer, self._bound, self._held = optimizer, bound, held
         self._handles = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
-        self._hooks: tuple[Any, Any] | None = None  # the optimizer's own, while a step has copies in another order
-        self._is_inside = False  # of `_step`, which cleans up after an exception
+        self._hooks: tuple[Any, Any] | None = None  # the optimizer's hooks, while a step uses reordered copies
+        self._is_inside = False  # inside `_step`, which cleans up after an exception
         self._reset()
         self._had = optimizer.__dict__.get("step")
         inner = optimizer.step
@@ -52,7 +52,7 @@ class StepWrapper:
         self._step_method = optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _reset(self) -> None:
-        self._depth = -1  # calls of hooked steps inside one another; -1: no step runs
+        self._depth = -1  # nesting depth of hooked steps; -1: no step runs
         self._snapshot: Snapshot | None = None
         self._has_written = self._is_complete = False
 
@@ -64,7 +64,7 @@ class StepWrapper:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._depth = 0  # a scheduler that has wrapped the method still calls it: it steps plainly
+        self._depth = 0  # a scheduler that has wrapped the method still calls it: it must then step plainly
         own = self._optimizer.__dict__
         if own.get("step") is self._step_method:
             del own["step"]
@@ -72,7 +72,7 @@ class StepWrapper:
                 own["step"] = self._had
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._depth >= 0:  # a class's step that calls the instance's
+        if self._depth >= 0:  # the class's step calls the instance's
             return inner(*args, **kwargs)
         with self._held:
             self._depth, self._is_inside = 0, True
@@ -105,8 +105,8 @@ class StepWrapper:
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._depth = max(self._depth, 0) + 1  # the class's step may be called past the instance's
-        if self._depth > 1:  # a class's step that calls its base's
+        self._depth = max(self._depth, 0) + 1  # user code may call the class's step directly
+        if self._depth > 1:  # the class's step calls its base's
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         changed = None
@@ -139,7 +139,7 @@ class StepWrapper:
 
     def _around(self, closure: Closure) -> Closure:
         def run() -> Any:
-            # A backward may split segments: what was known of the state before it is not comparable.
+            # Compare now: the closure's backward may split segments, after which a snapshot is not comparable.
             self._has_written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
             self._snapshot = None
             self._bound.before_closure(self._optimizer)
@@ -150,18 +150,15 @@ class StepWrapper:
         return run
 
     def _raised(self, error: BaseException) -> None:
-        if self._is_complete or isinstance(
-            error, StallError
-        ):  # a post-hook of user code; or nothing can be used any more
+        # A post-hook of user code raised, or no transfer can end any more.
+        if self._is_complete or isinstance(error, StallError):
             return
         written = self._has_written or (self._snapshot is not None and not self._snapshot.restore())
         self._bound.step_raised(self._optimizer, f"{type(error).__name__}: {error}" if written else None)
 
 
 class Snapshot:
-    """The things that a step may change, without a copy of any values: versions of tensors, options of groups, entries of
-    state.
-    """
+    """Records what a step may change, without values: versions of tensors, options of groups, entries of state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -172,7 +169,7 @@ class Snapshot:
         self._state_versions = self._current_states()
 
     def _current(self) -> list[tuple[int, int, int | None]]:
-        # Custom optimizers may write through `.data`, which no version counts. On a device a sample would wait for it.
+        # Custom optimizers may write through `.data`, which no version counts. On a device a sample would synchronize.
         samples = not type(self._optimizer).__module__.startswith("torch.optim")
         return [
             (
@@ -194,7 +191,7 @@ class Snapshot:
         ]
 
     def restore(self) -> bool:
-        """Return whether nothing was written; then options and entries of state are as they were."""
+        """Return whether no values were written; if so, restore options of groups and entries of state."""
         optimizer = self._optimizer
         if self._current() != self._versions:
             return False

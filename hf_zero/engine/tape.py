@@ -1,14 +1,13 @@
 """The tape: which units the forwards since the last step used, in order, and which of these uses a backward can reach.
 
 A use is one call of code that reads a unit (`Schedule.begin_use`), in a forward that builds a graph. It opens when the call
-begins and closes when it ends, on one clock.
-A backward enters uses in descending order of `closed`, and is done with a use when it enters one that closed before that
-use opened: autograd runs nodes in descending order of their creation.
+begins and closes when it ends, on one clock. Autograd runs nodes in descending order of their creation. So a backward enters
+uses in descending order of `closed`, and has finished a use when it enters another that closed before the first one opened.
 
-Hooks on the graph own a `Token`, the tape refers to it weakly: a use whose token is gone can be reached by no backward.
-When that happens may differ between ranks, so at stage 3 the ranks agree on it at the start of each backward
-(`start_agreement`), and no rank removes a use by itself. At stages 0 to 2 each does, and they agree on units. `clear` empties
-the tape at the optimizer's step, and after a backward that raised.
+Hooks on the graph own a `Token`, to which the tape refers weakly: once the token is freed, no backward can reach the use.
+Ranks may free it at different times. So at stage 3 they agree at the start of each backward (`start_agreement`), and no rank
+removes a use by itself. At stages 0 to 2 each rank removes its own, and they agree on units only. `clear` empties the tape at
+the optimizer's step, and after a backward that raised.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 _MASK_BITS = 30
-"""Uses of one unit whose tokens an agreement has. If tokens of further ones are gone, the ranks exchange all."""
+"""The number of uses per unit that one agreement covers. If tokens of later uses were freed, the ranks exchange all masks."""
 HIGHEST = (1 << 31) - 1
-"""The highest number of an agreement."""
+"""The highest integer that an agreement can send."""
 
 
 class Use:
@@ -37,12 +36,12 @@ class Use:
     )  # fmt: skip
 
     def __init__(self, unit: Unit, opened: int, *, is_lookup: bool = False) -> None:
-        # Of the unit the number alone: a graph that is kept holds no engine.
+        # The unit's number only: a graph that outlives the engine must not hold it.
         self.index, self.opened, self.closed = unit.index, opened, opened
         self.is_lookup = is_lookup
         """The unit is an embedding; the same on every rank."""
         self.reads = not is_lookup
-        """A backward of it needs the values. That of a lookup does not, unless `forward` did more, on any rank."""
+        """Its backward needs the values. That of a lookup does not, unless `forward` did more, on any rank."""
         self.token: weakref.ref[Token] | None = None
         self.is_listed = False
         """On the tape, and reachable as the ranks agreed in this backward."""
@@ -54,7 +53,7 @@ class Use:
 
 
 class Token:
-    """The part of a use that hooks on the graph own."""
+    """Owned by the hooks of a use's graph: it is freed with the graph."""
 
     __slots__ = ("__weakref__", "use")
 
@@ -68,11 +67,11 @@ backward, and its name in a profiler's trace."""
 
 
 class Walk:
-    """One backward's way over the uses that are listed, from the one that closed last.
+    """One backward's walk over the listed uses, beginning with the one that closed last.
 
     Attributes:
-        entered: uses that the backward has come to and is not done with.
-        left: by number of the unit, uses that the backward is not done with.
+        entered: uses that the backward has entered and not finished.
+        left: by number of the unit, how many uses the backward has not finished.
     """
 
     def __init__(self, uses: Sequence[Use] = ()) -> None:
@@ -86,7 +85,7 @@ class Walk:
         self.entered: list[Use] = []
 
     def up_to(self, last: Use | None = None) -> Iterator[Use]:
-        """Yield the uses that are not entered yet, to `last` or to the end, as entered."""
+        """Mark uses as entered and yield them, up to `last` or to the end."""
         while self._at < len(self._order):
             use = self._order[self._at]
             self._at += 1
@@ -98,7 +97,7 @@ class Walk:
 
     @property
     def ahead(self) -> list[Use]:
-        """Return the uses that the backward has not come to, the next one first."""
+        """Return the uses that the backward has not entered, the next one first."""
         return self._order[self._at :]
 
     @property
@@ -106,19 +105,19 @@ class Walk:
         return self._order[self._at] if self._at < len(self._order) else None
 
     def enter(self, use: Use) -> list[Use]:
-        """Enter a use. Returns entered uses that the backward is done with: they opened after this one closed."""
+        """Enter a use. Returns entered uses that the backward has passed: they opened after this one closed."""
         over = [earlier for earlier in self.entered if earlier.opened > use.closed]
         self.entered.append(use)
         return over
 
     def finish(self, use: Use) -> None:
-        """Finish a use that the backward is done with."""
+        """Finish a use: all its nodes have run."""
         use.is_done = True
         self.entered.remove(use)
         self.left[use.index] -= 1
 
     def is_in(self, index: int) -> bool:
-        """Return whether the backward is in a use of this unit."""
+        """Return whether a use of this unit is entered and not finished."""
         return any(use.index == index for use in self.entered)
 
     def needs(self, index: int) -> bool:
@@ -143,7 +142,7 @@ class Tape:
         return use
 
     def close(self, use: Use) -> Token:
-        """Close a use whose forward has ended. Returns what the hooks of its graph must own."""
+        """Close a use whose forward has ended. Returns the token that the hooks of its graph must own."""
         self.clock += 1
         use.closed = self.clock
         token = Token(use)
@@ -166,16 +165,17 @@ class Tape:
     def start_agreement(
         self, wire: Wire, units: Sequence[Unit], *, each_use: bool, mark: int, refuse: Callable[[], None]
     ) -> Callable[[], list[Unit]]:
-        """Start to agree on what this backward may reach; a collective. What is returned waits for it.
+        """Start to agree on the uses that this backward may reach. A collective.
 
         Args:
-            each_use: agree on each use: full parameters are released, so the ranks gather in the same order. Their tapes
-                have the same uses then. Else on units alone: ranks may have used different ones.
+            each_use: agree on each use: full parameters are released, so the ranks must gather in the same order, and their
+                tapes have the same uses. Else agree on units only: ranks may have used different ones.
             mark: must be the same on every rank, 0 to 2^31 - 1.
-            refuse: called on every rank where it is not.
+            refuse: called on every rank if it is not.
 
         Returns:
-            A function that marks the uses of this tape (`is_listed`) and returns the units to reduce, in order.
+            A function that waits for the agreement, marks the uses of this tape (`is_listed`) and returns the units to reduce,
+            in order.
         """
         begin = self._agree_on_uses if each_use else self._agree_on_units
         return begin(wire, units, [mark, HIGHEST - mark], refuse)

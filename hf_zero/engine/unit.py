@@ -48,8 +48,8 @@ class Unit:
         trained: spans whose gradients are reduced.
         step: an update of its offloaded spans by another thread; None if there is none.
         is_pinned: full parameters stay gathered, whatever passes do: `release` does nothing.
-        ignores_writes: what user code writes to full parameters is not carried into the masters.
-        allows_reads: operations on parameters read them as they are. Else each asks the observers first.
+        ignores_writes: user code's writes to full parameters are not written back to the masters.
+        allows_reads: operations read the parameters directly. Else each one passes through an observer first.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Unit:
         self._loads: list[Inflight] = []
         self._gathers: list[Inflight] = []
         self._are_transfers_known = True
-        """All that is under way is in these two. Else Ctrl-C came: there may be reads that nothing waits for."""
+        """`_loads` and `_gathers` have every running transfer. False after Ctrl-C: reads may run that nothing waits for."""
         self._reduces: list[tuple[Span, Inflight, Tensor, Tensor]] = []
         for span in spans:
             span.attach_params(self)
@@ -88,7 +88,7 @@ class Unit:
             self.wait_for_step()
         for event in self.events.before_gather:
             event(self)
-        # All memory before the first message: without memory this raises with nothing under way.
+        # Allocate all memory before the first message: an allocation that fails must leave nothing under way.
         for span in self.spans:
             span.open(f"gathering unit {self.name!r}")
         if not self._are_transfers_known:
@@ -130,7 +130,7 @@ class Unit:
             self._send()
             self._are_transfers_known = True
         for transfer in (*self._loads, *self._gathers):
-            transfer.close()  # user code may write from here on to what was sent
+            transfer.close()  # must end first: from here on user code may write to the memory that was sent
         self._loads, self._gathers = [], []
         for span in self.spans:
             span.is_old = False
@@ -173,7 +173,7 @@ class Unit:
             span.close()
 
     def mark_old(self, spans: Sequence[Span] | None = None) -> None:
-        """Mark what is gathered as old: the masters of these spans were written. The same on every rank."""
+        """Mark gathered values as stale: the masters of these spans were written. The same on every rank."""
         for span in self.spans if spans is None else spans:
             span.is_old = True
         for span in () if self.context.reshards else self.spans:
@@ -202,13 +202,13 @@ class Unit:
             self.context.record_failure(error, half_done=True)
 
     def sync_requires_grad(self, *, keeps: bool) -> bool:
-        """Take up `requires_grad` of the parameters. The same on every rank.
+        """Read `requires_grad` of the parameters again. The same on every rank.
 
         Args:
-            keeps: ranks have gradients that are not reduced: what trained is still reduced.
+            keeps: ranks hold gradients that are not reduced, so spans that trained until now are still reduced.
 
         Returns:
-            Whether a span without parameters that train still has gradients. It is reduced with the others until it has none.
+            Whether a span whose parameters are all frozen still has gradients. It is reduced until it has none.
         """
         before = self.trained
         self.trained = []
@@ -248,7 +248,7 @@ class Unit:
     def _finish_reduce(self) -> None:
         while self._reduces:
             span, transfer, mean, source = self._reduces.pop(0)
-            transfer.close()  # before the buffer goes: the other ranks read it
+            transfer.close()  # before the buffer is freed: other ranks read it
             del transfer, source  # before `add`, which may wait for a disk
             span.bucket.add(mean)
 
@@ -260,7 +260,7 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Wait for everything under way and forget all gradients, after a backward that failed."""
-        wait_for_transfers()  # what a disk still writes, the next backward writes again
+        wait_for_transfers()  # the next backward writes to the same places on disk
         for transfer in (*self._gathers, *(move for _, move, _, _ in self._reduces)):
             transfer.close()
         self._reduces = []
@@ -275,7 +275,7 @@ class Unit:
         """Run an action, under the unit's name in a profiler's trace.
 
         Args:
-            of_gradients: gradients may have a graph of their own, of which the action is no part.
+            of_gradients: gradients may have a graph (`create_graph`), which must not record the action.
         """
         builds_graph = of_gradients and torch.is_grad_enabled()
         named = self.named(name) if profiler._is_profiler_enabled else None

@@ -1,10 +1,10 @@
-"""Values that user code writes to parameters, carried into the master weights.
+"""Writes values that user code wrote to parameters back to the master weights.
 
-Elements that differ from what was shown go into the master. All others keep the digits that the compute dtype does not have.
-Every rank carries its own slice, so user code makes the same edit on every rank. Nothing is communicated.
+Elements that differ from the gathered values replace the master's. All others keep the master's extra digits. Every rank
+writes back its own slice without communication, so user code must make the same edit on every rank.
 
-A codec's rounding is coarser than many an edit. An element that changes by less than half the distance between two codes moves
-its master by as much; one that changes more sets it.
+A codec may round more coarsely than an edit. An element that changes by less than half the distance between two codes changes
+its master by the same difference; one that changes more replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def assign(span: Span, index: int, values: Tensor) -> None:
-    """Replace one parameter's values: this rank's elements in the master, all of them in `full` where it has memory.
+    """Replace one parameter's values: this rank's elements in the master, and all elements in `full` if it has memory.
 
     Raises:
         StateError: `values` has another shape.
@@ -40,10 +40,10 @@ def assign(span: Span, index: int, values: Tensor) -> None:
 
 @torch.no_grad()
 def write_back_in_place(span: Span, indices: Iterable[int], shown: Tensor | None = None) -> None:
-    """Carry what was written in place to these parameters, which are readable, into the master.
+    """Write back to the master what user code wrote in place to these parameters, which must be readable.
 
     Args:
-        shown: what `local` showed before, where that was not the master in the compute dtype.
+        shown: the values in `local` before, if they were not the master's in the compute dtype.
     """
     indices = [index for index in indices if not _restore(span, index)]
     if span.master_is_local:
@@ -54,10 +54,10 @@ def write_back_in_place(span: Span, indices: Iterable[int], shown: Tensor | None
 
 
 def _restore(span: Span, index: int) -> bool:
-    """Point a parameter at `full` that an operation gave other memory (`p.set_(values)`), and keep the values.
+    """Point a parameter at `full` again if an operation (`p.set_(values)`) replaced its memory, and keep the new values.
 
     Returns:
-        Whether it had other memory.
+        Whether its memory was replaced.
     """
     param, view = span.params[index], span.view(index)
     with torch._C.DisableTorchFunctionSubclass():
@@ -84,7 +84,7 @@ def check_shape(span: Span, index: int, values: Tensor) -> None:
 
 
 def shown_by_codec(span: Span) -> Tensor | None:
-    """Return the values that a gather leaves in `local`, where that is not the master in the compute dtype; else None."""
+    """Return the values that a gather leaves in `local`, if a codec rounds them; else None."""
     if span.codec is None:
         return None
     span.unit.wait_for_step()
@@ -92,10 +92,10 @@ def shown_by_codec(span: Span) -> Tensor | None:
 
 
 def write_back(span: Span, index: int, values: Tensor, shown: Tensor | None = None) -> None:
-    """Give the master this rank's elements of `values`, 1-D, one parameter's; those that are equal keep their digits.
+    """Write this rank's elements of one parameter's 1-D `values` to the master. Equal ones keep the master's extra digits.
 
     Args:
-        shown: what `local` showed before, where that was not the master in the compute dtype.
+        shown: the values in `local` before, if they were not the master's in the compute dtype.
     """
     part = span.part_of(index)
     if part is None:
@@ -123,7 +123,7 @@ def with_digits(master: Tensor, new: Tensor) -> Tensor:
 
 
 def _moved(span: Span, shown: Tensor, start: int, new: Tensor, master: Tensor, result: Tensor) -> Tensor:
-    """Return `result`, but move elements that were written by less than a rounding."""
+    """Return `result`, except that elements which changed by less than a rounding change the master by the difference."""
     if span.codec is None:
         return result
     stop, first = start + new.numel(), start // BLOCK_NUMEL * BLOCK_NUMEL
@@ -131,7 +131,7 @@ def _moved(span: Span, shown: Tensor, start: int, new: Tensor, master: Tensor, r
     distance = span.codec.step(shown[first:last])[start - first : stop - first].to(master.device, master.dtype)
     before = shown[start:stop].to(master.device, master.dtype)
     change = new.to(master.dtype) - before
-    # One value that is not finite makes all of its block NaN: such elements were not written.
+    # One value that is not finite makes its whole block NaN: these elements must not count as written.
     is_same = (change.abs() < distance / 2) | (new.isnan() & before.isnan())
     moved = torch.where(is_same, torch.where(change.isnan(), master, master + change), result)
     return torch.where(new == master.to(new.dtype), master, moved)
