@@ -1,4 +1,4 @@
-"""Checkpoints that a thread writes while training continues, one at a time for each engine."""
+"""Asynchronous saves: a thread writes the checkpoint while training continues, one at a time per engine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncSaves:
-    """The saves of one engine that are written behind training."""
+    """Commits the saves of one engine, in a background thread on request."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._background_wire: Wire | None = None
-        self._buffer: Tensor | None = None  # host memory of the copies, used again
+        self._buffer: Tensor | None = None  # host memory of the snapshot, reused
         self._target = ""
         self._running: Call | None = None
         self._on_complete: Callable[[], None] | None = None
 
     def background_wire(self) -> Wire:
-        """Return the wire for a thread that communicates while training continues. A collective the first time."""
+        """Return the wire of the background thread. The first call is a collective."""
         if self._background_wire is None:
             self._background_wire = self._wire.background_wire()
         return self._background_wire
@@ -39,18 +39,18 @@ class AsyncSaves:
     def commit(
         self, saving: CheckpointWriter, *, in_background: bool, on_complete: Callable[[], None] | None = None
     ) -> None:
-        """Commit a save that has all its parts. A collective.
+        """Commit a save whose parts have all been added. A collective.
 
         Args:
-            in_background: copy its values, and write them in a thread.
-            on_complete: called on every rank when it is complete; of a save in the background, by `wait`.
+            in_background: take a snapshot of its values, and write them in a thread.
+            on_complete: called on every rank once the checkpoint is complete; for a background save, by `wait`.
         """
         if not in_background:
             saving.commit()
             if on_complete is not None:
                 on_complete()
             return
-        self.wait()  # the save before still reads the buffer, and communicates over the background wire
+        self.wait()  # the previous save still reads the buffer and uses the background wire
         self._buffer = saving.snapshot(self.background_wire(), self._buffer)
         self._target, self._on_complete = str(saving.target), on_complete
         running = Call(saving.commit)
@@ -60,10 +60,10 @@ class AsyncSaves:
         _UNREPORTED.append(self)
 
     def wait(self) -> None:
-        """Wait until no save is under way. A collective.
+        """Wait for the running save, if any. A collective.
 
         Raises:
-            CheckpointError: it failed, on this or any other rank; raised once.
+            CheckpointError: the save failed on any rank; raised once.
         """
         if self._running is None:
             return
@@ -82,14 +82,14 @@ class AsyncSaves:
 
 
 _UNREPORTED: list[AsyncSaves] = []
-"""Engines whose last save was not waited for: the process must not end as if it had succeeded."""
+"""Engines whose last save has not been waited for: if it failed, the process must not exit with status 0."""
 
 
 @atexit.register
 def _at_exit() -> None:
     failed = False
     for saves in list(_UNREPORTED):
-        saves._on_complete = None  # it would communicate
+        saves._on_complete = None  # it is a collective
         try:
             saves.wait()
         except ZeroError as error:

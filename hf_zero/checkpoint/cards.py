@@ -1,4 +1,4 @@
-"""Model cards: what a run recorded about itself, and the README.md made of it.
+"""Model cards: the facts that a run records about itself, and the README.md generated from them.
 
 A run writes `zero_run.json` into each checkpoint (`RunFacts.write`). `card_for` combines it with the
 model's configuration, the Trainer's log and the adapter's configuration, and fills
@@ -33,11 +33,11 @@ RUN_FILE = "zero_run.json"
 _FORMAT, _VERSION = "hf_zero_run", 1
 _SEAL = re.compile(r"\n<!-- Generated card \((\w+)\)\. [^\n]*-->\n")
 _UNFILLED = "[More Information Needed]"
-"""In the templates of huggingface_hub and PEFT."""
+"""Placeholder in the templates of huggingface_hub and PEFT."""
 _TRAINERS = "has been generated automatically according to the information the Trainer had"
-"""In the stock Trainer's card."""
+"""Sentence in the stock Trainer's card."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# End of an architecture's name, which is also that of the class that loads it -> the Hub's task.
+# Suffix of an architecture's class, shared by the AutoModel class that loads it -> the Hub's task.
 _TASKS = {
     "ForCausalLM": "text-generation",
     "ForMaskedLM": "fill-mask",
@@ -52,7 +52,7 @@ _OTHER_ENDS = {
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
-}  # of GPT-2, and PEFT's types of tasks
+}  # GPT-2's suffix, and PEFT's task types
 _KINDS: dict[str, tuple[type, ...]] = {"str | None": (str,), "int | None": (int,), "list[str]": (list,)}
 _TIMING = ("per_second", "time")
 _METRIC_IDS = {"accuracy", "f1", "precision", "recall", "perplexity", "mse", "mae", "rouge", "bleu", "wer"}
@@ -222,7 +222,7 @@ def _table_of(run: RunFacts, config: dict[str, Any], state: dict[str, Any], befo
 
 
 def metrics_at(log: Any, step: Any) -> dict[str, float]:
-    """Return the metrics that a Trainer's log has for a step; an earlier step had other weights."""
+    """Return the metrics that a Trainer logged at `step`. Those of earlier steps belong to other weights."""
     logs = [entry for entry in log or () if isinstance(entry, dict) and "eval_loss" in entry]
     found: dict[str, Any] = next((entry for entry in reversed(logs) if entry.get("step") == step), {})
     return {
@@ -277,7 +277,7 @@ def _optional_json(folder: Path, name: str, **kinds: type) -> dict[str, Any]:
     return body
 
 
-# Whose card it is ---------------------------------------------------------------------------------
+# Origin of a card ---------------------------------------------------------------------------------
 
 
 def sealed(card: object) -> str:
@@ -301,7 +301,7 @@ def is_unfilled(text: str) -> bool:
 def is_machine_written(text: str) -> bool:
     """Return whether a training program wrote this card: a generated one, a template with gaps, or the stock Trainer's.
 
-    A user may have begun to edit the last two, without our line: what is not rewritten in each run needs `is_generated`.
+    A user may have edited the last two, which have no seal: check `is_generated` before replacing a card outside a run.
     """
     return is_generated(text) or (_SEAL.search(text) is None and any(part in text for part in (_UNFILLED, _TRAINERS)))
 
@@ -313,7 +313,7 @@ def read_card(path: Path) -> str:
 
 @contextmanager
 def adding_to_card(folder: Path, target: Path) -> Iterator[None]:
-    """Let other code (PEFT) add to `target`'s card inside the block, in `folder`, whose files will replace its."""
+    """Let other code (PEFT) extend a copy of `target`'s card in `folder`, which replaces `target` later."""
     card, before = folder / CARD, target / CARD
     known = read_card(before) if before.is_file() else None
     if known is not None:

@@ -124,8 +124,8 @@ class _Rewritten:
     """A weight file that is cast.
 
     Attributes:
-        header: of the file as it is.
-        dtypes: by key, of the file to write.
+        header: the source file's.
+        dtypes: key -> dtype in the file to write.
     """
 
     header: Header

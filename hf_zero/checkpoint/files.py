@@ -1,4 +1,4 @@
-"""Read files that a stranger may have made: regular files inside their folder, within limits, values checked.
+"""Read untrusted files: regular files inside their folder, of bounded size, with checked values.
 
 Readers of a checkpoint open files with `open_regular`, resolve names with `inside`, read JSON with
 `read_json` and take values out of it with `Field`. Each error names the file and the key.
@@ -39,7 +39,7 @@ def named_os_errors(path: str | os.PathLike[str], done: str = "written") -> Iter
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for reading. Others are not opened: a pipe without a writer would wait for ever.
+    """Open a regular file for reading. Refuse any other: opening a pipe without a writer would hang.
 
     Raises:
         CheckpointError: a folder, a pipe or a device.
@@ -108,7 +108,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def parse_json(text: bytes, *, unique: bool = False) -> Any:
-    """Parse JSON that may have been made to exhaust memory.
+    """Parse untrusted JSON, which may be built to exhaust memory.
 
     Args:
         text: the JSON text.
@@ -219,7 +219,7 @@ class Field:
         return self
 
     def like(self, example: Any) -> Field:
-        """Check that the value has the kind of `example`: a number, as many numbers, a boolean, a string.
+        """Check that the value has the type of `example`: a number, a list of the same length, a boolean, a string.
 
         None and booleans may replace each other: options of torch's optimizers have three states.
         """
@@ -245,7 +245,7 @@ class Field:
         return self
 
     def read_by(self, reader: Callable[[Any], T], expected: str) -> T:
-        """Return `reader(value)`. Any exception that it raises refuses the value."""
+        """Return `reader(value)`. Reports any exception as a refused value."""
         try:
             return reader(self.value)
         except CheckpointError:
@@ -265,5 +265,5 @@ def is_of_torch(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float, and no boolean."""
+    """Return whether a value is an int or a float, but not a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -49,8 +49,8 @@ class Staging:
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        # A link to a folder: the folder that it names is written.
-        path = os.path.abspath(target)  # without a slash at the end, which would hide a link
+        # Save through a link to a folder: the folder itself is replaced, not the link.
+        path = os.path.abspath(target)  # without a trailing slash, which would hide a link
         self.target = Path(os.path.realpath(path) if os.path.islink(path) else path)
         self.root = Path()
         self._lock: _Lock | None = None
@@ -249,7 +249,7 @@ def sync_tree(folder: Path) -> None:
 
 
 class _Lock:
-    """A lock on a folder, released with the last reference at the latest: Ctrl-C may come before a caller has it."""
+    """A lock on a folder. `__del__` releases it too, because Ctrl-C may strike before a caller holds the object."""
 
     _fd = -1
 
@@ -284,7 +284,7 @@ def _remove_dead(roots: Iterable[Path]) -> list[Path]:
                 free = lock.acquire()
                 if free:
                     shutil.rmtree(root, ignore_errors=True)
-                elif free is False:  # without locks a live job cannot be told from a dead one
+                elif free is False:  # without locks, live and dead jobs look the same
                     live.append(root)
             finally:
                 lock.release()
@@ -307,7 +307,7 @@ def _files_of(target: Path) -> set[str]:
 
 
 def _rivals(target: Path, manifest: Manifest) -> set[str]:
-    """Return older weights that readers would take for those of this save; warn of other kinds."""
+    """Return older weights that readers would confuse with this save's; warn about other kinds."""
     if not target.is_dir():
         return set()
     folders = {PurePosixPath(name).parent for name in manifest.files if weight_kind(name) is not None}

@@ -1,4 +1,4 @@
-"""Uploads to the Hub: which remote files an upload replaces, which it keeps, and errors in plain words.
+"""Upload to the Hub: choose the remote files that an upload replaces or keeps, and explain its errors.
 
 An upload deletes only older weights of the kind that it uploads. huggingface_hub is imported when it
 is needed: checking and exporting folders start without it.
@@ -71,12 +71,12 @@ class Hub:
                 self._api.create_branch(self.name, branch=self.revision, exist_ok=True)
 
     def upload(self, folder: Path, names: Collection[str], message: str, overwrite: bool) -> None:
-        """Upload files of a folder in one commit, which also makes the changes of `changes`.
+        """Upload files of a folder in one commit, with the deletions that `changes` finds.
 
         Args:
             folder: holds the files.
             names: relative to it.
-            message: of the commit.
+            message: the commit message.
             overwrite: delete weights of another kind too.
         """
         only = [glob.escape(name) for name in names]
@@ -154,7 +154,7 @@ def list_files(api: HfApi, name: str, revision: str | None, token: str | None = 
 
 
 def _explain(what: str, error: Exception) -> CheckpointError | ConfigError:
-    """Return an error that says what failed between here and the Hub, and what to do."""
+    """Return an error that says what failed and what to do."""
     from huggingface_hub import errors
 
     cause: BaseException | None = error

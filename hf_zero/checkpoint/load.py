@@ -30,23 +30,23 @@ from .weights import WeightFormat, WeightLocations, checked_header, extra_states
 
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")
 _MOST_STEPS = 2**53  # larger counts are not exact in float64
-_MOST_DIMS = 16  # of a tensor of one element
+_MOST_DIMS = 16  # in a tensor of one element
 _ADDED = {"initial_lr", "param_names", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Options that schedulers and named parameters of torch add to groups: this run may not have them yet."""
 
 
 class CheckpointReader:
-    """A running load. Methods are collectives unless they say otherwise. No code is executed, no pickle read.
+    """Loads a checkpoint. Methods are collectives unless they say otherwise. Executes no code and reads no pickle.
 
     Attributes:
         folder: the checkpoint.
         manifest: its manifest; None for a plain model folder.
         verifies: whether digests are compared.
-        written: what it has begun to write into the model: `weights`, `states`, or nothing.
+        written: the part of the run that it has begun to overwrite: `weights`, `states`, or an empty string.
 
     Raises:
         CheckpointError: on every rank, with the file: missing, cut short, altered, or of another model.
-        RankMismatchError: ranks have other files under one name.
+        RankMismatchError: ranks have different files under one name.
     """
 
     def __init__(self, wire: Wire, folder: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -88,10 +88,10 @@ class CheckpointReader:
         """Check that the weights fit the model.
 
         Args:
-            parameters: of the model.
+            parameters: the model's.
             form: the names of its weights.
             strict: raise unless keys and shapes are exactly the model's.
-            folder: inside the checkpoint, of a further model.
+            folder: the subfolder of a second or later model.
 
         Returns:
             A function that loads parameters into the masters and buffers into the model, a collective. The caller updates
@@ -184,7 +184,7 @@ class CheckpointReader:
         return path, index
 
     def optimizer(self, optimizer: OptimizerState, *, folder: str = OPTIMIZER_FOLDER) -> Callable[[], None]:
-        """Check the optimizer's state and its groups' options. Returns what loads them, a collective."""
+        """Check the optimizer's state and its groups' options. Returns a function that loads them, a collective."""
         with on_all_ranks(self._wire, self._what):
             if not self.has_optimizer(folder) or self.manifest is None:
                 raise CheckpointError(
@@ -206,7 +206,7 @@ class CheckpointReader:
                 )
             made = probe_step(optimizer.optimizer) or StepProbe({}, set())
             options = [_options(*pair, optimizer.optimizer, made.options) for pair in zip(groups, optimizer.groups)]
-            # The states of a parameter that has any; unknown if they depend on options that change.
+            # States that every parameter with state must have; unknown if the load changes options that decide them.
             changes = any(
                 key in mine and bool(mine[key]) != bool(value)
                 for mine, saved in zip(optimizer.groups, options)
@@ -226,7 +226,7 @@ class CheckpointReader:
                 for each in entries.values()
                 for name in (*each["states"].texts(), *dict(each["scalars"].entries()))
             }
-            needed &= for_any  # an optimizer may remove a state that it began with
+            needed &= for_any  # an optimizer may drop a state that its first step created
             saved = {
                 spec.name: _saved(path, spec, entries[spec.name], states, is_whole, needed)
                 for spec, is_whole in optimizer.parameters()
@@ -338,8 +338,8 @@ def _saved(
     step = _number(scalars.get("step", 0))
     if not (isinstance(step, (int, float)) and 0 <= step <= _MOST_STEPS and step == int(step)):
         raise entry["scalars"]["step"].refused(f"a number of steps, from 0 to {_MOST_STEPS}")
-    there = {*names, *scalars}
-    lacking = set() if is_whole or not there - {MASTER} else needed - there
+    present = {*names, *scalars}
+    lacking = set() if is_whole or not present - {MASTER} else needed - present
     if lacking:
         raise CheckpointError(f"{path}: parameters.{spec.name} lacks the state {min(lacking)!r}")
     if shape != spec.shape:

@@ -1,10 +1,10 @@
-"""`zero_manifest.json`: every file of a checkpoint, its size and digests. A folder without it is no checkpoint.
+"""`zero_manifest.json`: every file of a checkpoint, its size and digests. A folder without it is not a checkpoint.
 
     {"format": "hf_zero", "version": 1, "world_size": 2, "stage": 3, …,
      "files": {"model.safetensors": {"size": 1234, "segments": [[0, 96, "91ab…"], [96, 1138, "c03f…"]]}, …},
      "digest": "…"}
 
-Segments are contiguous and cover the file. Each is what one rank wrote at once, at most `SEGMENT_BYTES`.
+Segments are contiguous and cover the file. Each is one write of one rank, at most `SEGMENT_BYTES`.
 Digests are XXH3 (64 bits, https://xxhash.com). `digest` covers the manifest's other content, as compact
 JSON with sorted keys.
 """

@@ -1,4 +1,4 @@
-"""States of schedulers, loss scalers and the like, and the random states of every rank.
+"""Save and load states of schedulers, loss scalers and other objects, and the random state of every rank.
 
 zero_state.json             nested values, with names of tensors
 zero_state.safetensors      the tensors
@@ -52,7 +52,7 @@ def save_objects(saving: CheckpointWriter, wire: Wire, objects: Mapping[str, Sta
     what = f"saving to {saving.target}"
     with on_all_ranks(wire, what) as report:
         mine: dict[str, Tensor] = {}
-        # On every rank: the `state_dict()` of what holds a sharded model is a collective.
+        # On every rank: `state_dict()` of an object that holds a sharded model is a collective.
         found = {name: item.state_dict() for name, item in objects.items()}
         report.local = pack(random_states(), mine, f"random.{wire.rank}"), mine
     with on_all_ranks(wire, what):
@@ -99,7 +99,7 @@ def load_objects(
 
 
 def load_state(item: Stateful, saved: Field) -> None:
-    """Give `item` a saved state. Torch's schedulers accept any value, also a number in the place of a method.
+    """Load a saved state into `item`, checked first: torch's schedulers would accept a number in place of a method.
 
     Raises:
         CheckpointError: names the file and the key.
@@ -110,9 +110,9 @@ def load_state(item: Stateful, saved: Field) -> None:
         for name, entry in saved.entries():
             if name in _COUNTS:
                 entry.integer(2**53)
-            elif name == "lr_lambdas":  # attributes of callables, of another kind where the schedule is another
+            elif name == "lr_lambdas":  # attributes of callables, which differ between schedules
                 entry.read_by(lambda found: [dict(each or {}) for each in found], "objects or null")
-            elif name == "best":  # of metrics: infinite before the first
+            elif name == "best":  # a metric, infinite before the first evaluation
                 entry.read_by(float, "a number")
             elif name in fixed:
                 entry.like(mine[name])
@@ -130,7 +130,7 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         where: prefix of the tensors' names.
 
     Raises:
-        CheckpointError: another type, with its place in `value`.
+        CheckpointError: a value of another type; the message has its path.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -31,7 +31,7 @@ MASTER = "master"
 """The optimizer state that stores a master of higher precision than its parameter."""
 
 NamedPiece = tuple[str, Extent[Values]]
-"""A parameter's first name, and some of its elements: 1-D views of this rank's memory or disk. `here` is in the parameter."""
+"""A parameter's first name, and some of its elements: 1-D views of this rank's memory or disk. `start` counts in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def ranges_of(pieces: Iterable[NamedPiece], places: Mapping[str, Sequence[Extent
 
     Args:
         pieces: of parameters.
-        places: parameter -> where files store its elements; `here` is in the parameter.
+        places: parameter -> where files store its elements; `start` counts in the parameter.
     """
     for name, piece in pieces:
         for extent in places.get(name, ()):
@@ -162,7 +162,7 @@ def ranges_of(pieces: Iterable[NamedPiece], places: Mapping[str, Sequence[Extent
 
 
 class _Files:
-    """Files that are opened at their first use, and a buffer."""
+    """Opens files at their first use, and owns a scratch buffer."""
 
     def __init__(self, done: str, open_file: Callable[[Path], int]) -> None:
         self._done, self._open_file = done, open_file
@@ -185,7 +185,7 @@ class _Files:
 
 
 class RangeReader(_Files):
-    """Reads files of a folder and checks them against its manifest, if there is one. Uses one or two buffers."""
+    """Reads files of a folder and checks them against its manifest, if it has one. Uses one or two buffers."""
 
     def __init__(self, folder: Path, manifest: Manifest | None) -> None:
         super().__init__("read", open_regular)
@@ -253,7 +253,7 @@ class RangeReader(_Files):
             segment = file.segments[index]
             begin, end = max(offset, segment[0]), min(stop, segment[0] + segment[1])
             part = out[begin - offset : end - offset]
-            # Without a copy: a wrong digest raises, so the values are not used.
+            # No copy before the check: a wrong digest raises, so the values are never used.
             if len(part) == segment[1]:
                 self._pread(path, begin, part)
                 check_segment(path, segment, part)
@@ -340,7 +340,7 @@ class RangeWriter(_Files):
     def _put(self, path: Path, offset: int, values: Tensor) -> None:
         fd = self._fd(path)
         data = bytes_of(values.contiguous())
-        # Of the memory, not of the file read back: that digest would vouch for what a bad disk stored.
+        # Digest the memory, not the file read back: that digest would vouch for what a bad disk stored.
         digest = digest_of(data)
         write_fully(fd, data, offset, path)
         start_writeback(fd, offset, len(data))
@@ -357,6 +357,6 @@ def copy_to(values: Values, target: Tensor) -> Tensor:
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """Return the memory of a contiguous 1-D CPU tensor. Does not keep its storage from being resized."""
+    """Return the memory of a contiguous 1-D CPU tensor. Does not prevent a resize of its storage."""
     array: Any = memory_of(values)
     return memoryview(array)

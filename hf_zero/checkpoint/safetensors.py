@@ -1,4 +1,4 @@
-"""Bytes of safetensors files: headers as the reference writer makes them, tensor offsets, complete reads and writes.
+"""Read and write safetensors files by byte range; headers equal those of the reference writer.
 
 The reference reader checks headers and refuses hostile ones; this module only takes the offsets.
 

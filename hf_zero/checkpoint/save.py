@@ -57,7 +57,7 @@ def optimizer_folder(index: int) -> str:
 
 
 class CheckpointWriter:
-    """A running save.
+    """Saves one checkpoint.
 
     Attributes:
         target: the folder that will be written.
@@ -87,7 +87,7 @@ class CheckpointWriter:
             self._staging.discard()
             raise
         self.folder = Path(folder)
-        # Ranks on nodes that do not see rank 0's folder: they send it their bytes.
+        # Ranks on nodes that do not see rank 0's folder send it their bytes.
         self._remote_ranks = [rank for rank, seen in enumerate(sees) if not seen]
 
     def __enter__(self) -> CheckpointWriter:
@@ -109,9 +109,9 @@ class CheckpointWriter:
         """Add parameters and buffers.
 
         Args:
-            parameters: of the model.
+            parameters: the model's.
             plan_files: called on rank 0; may write further files next to the weights.
-            folder: inside the checkpoint, of a further model.
+            folder: the subfolder of a second or later model.
         """
         with on_all_ranks(self._wire, f"saving weights to {self.target}") as report:
             if self._wire.rank == 0:
@@ -169,7 +169,7 @@ class CheckpointWriter:
             self._ranges += ranges_of(pieces[state], places)
 
     def _create(self, path: Path, entries: Sequence[Entry]) -> list[tuple[Entry, StoredTensor]]:
-        """Create a file of its final size on rank 0, which writes the header, too. Returns where its tensors lie."""
+        """Create a file of its final size on rank 0, which also writes the header. Returns where its tensors lie."""
         head, header = build_header([(e.key, e.dtype, e.shape) for e in entries], {"format": "pt"}, path)
         self._promised_bytes += header.file_bytes  # the files are sparse: the system still counts their bytes as free
         stat = os.statvfs(self.folder)
@@ -247,7 +247,7 @@ class CheckpointWriter:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether this rank does not see rank 0's `folder`; what it wrote there is on its own disk."""
+        """Return whether this rank cannot see rank 0's `folder`. Its own files there are on its own disk."""
         return self._wire.rank in self._remote_ranks
 
     def _publish(self, written: Sequence[dict[Path, list[Segment]]]) -> None:
@@ -260,7 +260,7 @@ class CheckpointWriter:
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in _UNLISTED:
                 check_name(self.target, name)
-                # Digests of memory, where ranks wrote: a disk that altered bytes is found by the next load.
+                # Where ranks wrote, use digests of memory: the next load then detects a disk that altered bytes.
                 known = segments.get(path)
                 files[name] = (
                     digest_file(path) if known is None else FileDigest.of(path.stat().st_size, known, str(path))
@@ -282,7 +282,7 @@ class CheckpointWriter:
                 if self._wire.rank == rank:
                     try:
                         mine = part.source()
-                    except ZeroError as error:  # rank 0 waits for the bytes in any case
+                    except ZeroError as error:  # rank 0 waits for the bytes even then
                         failure = failure or error
                         mine = torch.zeros(part.numel, dtype=dtype, device="cpu")
                 self._wire.send_to_rank_0(mine, value[part.as_slice], rank)
@@ -333,7 +333,7 @@ class CheckpointWriter:
 
 
 def places_of(placed: Iterable[tuple[Entry, StoredTensor]]) -> dict[str, list[Extent[StoredTensor]]]:
-    """Return parameter -> where files hold its elements. `here` is in the parameter."""
+    """Return parameter -> where files hold its elements. `start` counts in the parameter."""
     out: dict[str, list[Extent[StoredTensor]]] = {}
     for entry, stored in placed:
         for run in entry.runs:
@@ -360,7 +360,7 @@ def _index(optimizer: OptimizerState, described: Mapping[str, ParameterState]) -
                 "shape": state.shape,
                 "states": list(state.arrays),
                 "scalars": {
-                    # Options are read by the example of the run's own; states have no example of a tuple.
+                    # A load takes the type of an option from the run's own option; for states it has no such example.
                     key: {"tuple": scalar_to_json(key, value)}
                     if isinstance(value, tuple)
                     else scalar_to_json(key, value)

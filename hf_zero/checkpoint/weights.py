@@ -1,4 +1,4 @@
-"""Map files to names: which tensors of a model are stored where.
+"""Map the tensors of a model to the keys and files that store them.
 
 A slice of a row-major tensor is a contiguous byte range of its file, so each rank reads and writes its
 own ranges, for any number of ranks. A `WeightFormat` knows the names: the generic one uses those of
@@ -26,7 +26,7 @@ from .manifest import Manifest, check_name, check_segments
 from .safetensors import Header, StoredTensor, read_header
 
 EXTRA_STATE = "_extra_state"
-"""The last part of the key of a module's own state."""
+"""Last part of the key of a module's extra state."""
 _HUB_FORMAT = LazyFunction("transformers.modeling_utils", "huggingface.weights", "hub_format")
 
 
@@ -40,13 +40,13 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: elements of parameters, or what `value` says.
+    """One tensor of a file: elements of parameters, or `value`.
 
     Attributes:
         key: its name in the file.
         dtype: a torch dtype's name, such as `float32`.
         shape: in the file.
-        runs: elements of parameters, by their first names, in order. `here` is in the tensor.
+        runs: elements of parameters, by their first names, in order. `start` counts in the tensor.
         value: a buffer's CPU value, or the conversion that computes `key`; rank 0 writes it.
     """
 
@@ -76,12 +76,12 @@ class WeightLocations:
     """The places where a load finds the parameters of a model; the same on every rank.
 
     Attributes:
-        pieces: parameter (first name) -> pieces of stored tensors by key, in order, without gaps. `here` is in the
-            parameter.
-        buffers: name of a buffer, or of a module's own state -> key.
-        conversions: from keys to parameters; one at a time is in memory.
-        missing: parameters and persistent buffers that the folder does not have.
-        unexpected: keys that belong to nothing in the model.
+        pieces: parameter (first name) -> pieces of stored tensors by key, in order, without gaps. `start`
+            counts in the parameter.
+        buffers: name of a buffer, or of a module's extra state -> key.
+        conversions: from keys to parameters; a load holds one at a time in memory.
+        missing: parameters and persistent buffers that the folder lacks.
+        unexpected: keys without a counterpart in the model.
         mismatched: (key, stored shape, model's shape).
     """
 
@@ -111,7 +111,7 @@ class WeightFormat(Protocol):
         ...
 
     def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
-        """Return what to write; write the index. Runs on rank 0, without communication.
+        """Return the files to write, and write their index. Runs on rank 0, without communication.
 
         Args:
             state: as `model.state_dict()`, with parameters as meta tensors of their dtype and full shape (tied ones the
@@ -127,7 +127,7 @@ class WeightFormat(Protocol):
 
 
 def format_of(model: nn.Module) -> WeightFormat:
-    """Return the format of a model's weights: that of `save_pretrained` if it has it, else that of `state_dict()`."""
+    """Return the format of a model's weights: that of its `save_pretrained`, else that of `state_dict()`."""
     hub_format = _HUB_FORMAT.if_loaded()
     found: WeightFormat | None = None if hub_format is None else hub_format(model)
     return found or StateDictFormat(model)
@@ -144,7 +144,7 @@ class StateDictFormat:
         """Write nothing; see `WeightFormat`."""
 
     def plan_files(self, state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Files:
-        """Return what to write; see `WeightFormat`."""
+        """Return the files to write; see `WeightFormat`."""
         entries, done = [], set()
         names = names_of(self._model)
         for key, value in state.items():
@@ -204,8 +204,8 @@ def locate_by_name(
             pieces[names[name]] = (Extent(key, 0, 0, math.prod(found.shape)),)
     # A tied parameter is found if one of its names is.
     wanted = dict.fromkeys(first_of[name] for key, name in known.items() if key not in optional)
-    there = {first_of[name] for key, name in known.items() if key in stored}
-    missing = tuple(name for name in wanted if name not in there)
+    present = {first_of[name] for key, name in known.items() if key in stored}
+    missing = tuple(name for name in wanted if name not in present)
     return WeightLocations(
         pieces, found_buffers, missing=missing, unexpected=tuple(unexpected), mismatched=tuple(mismatched)
     )
@@ -228,7 +228,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that save a state of their own (`get_extra_state`), by its key in `state_dict()`."""
+    """Return the modules with `get_extra_state`, by the key of that state in `state_dict()`."""
     return {
         f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: module
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -325,7 +325,7 @@ def find_weights(folder: Path, stem: str, manifest: Manifest | None = None, *, v
     """
     index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
     listed = manifest.files if manifest is not None else None
-    # The single file first, like transformers: an index next to it belongs to an older, larger save.
+    # Like transformers, prefer the single file: an index next to it belongs to an older, larger save.
     if (folder / single).exists() and (listed is None or single in listed or index not in listed):
         return WeightSet({single: checked_header(folder, single, manifest if verify else None)})
     if not (folder / index).exists() or (listed is not None and index not in listed):

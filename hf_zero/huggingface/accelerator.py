@@ -52,7 +52,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
     # -- prepare --
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does, in any order and number of calls; no optimizer before its model."""
+        """Prepare as accelerate does, in any order and number of calls; a model must precede its optimizer."""
         optimizers = [bare_optimizer(obj) for obj in args if isinstance(obj, Optimizer)]
         wrappers = {obj: unwrap_compiled(obj) for obj in args if isinstance(obj, nn.Module)}
         args = tuple(wrappers[obj][0] if isinstance(obj, nn.Module) else obj for obj in args)
@@ -73,7 +73,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
         """Attach the engine in place, apply accelerate's autocast, and compile block by block; never wrap in DDP."""
         engine = self._zero_attach(model, (), device_placement, evaluation_mode)
         if engine is None:
-            # Nothing trains, and sharding would save no memory: accelerate's evaluation path.
+            # Evaluation only, and sharding would save no memory: use accelerate's evaluation path.
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         # evaluation_mode=True means autocast without DDP. A whole-model compile would put hooks into the graph.
         # A model that was evaluated first has accelerate's mark and passes through: its forward already runs under
@@ -109,7 +109,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
     def _zero_attach(
         self, model: nn.Module, optimizers: Sequence[Optimizer], placement: bool | None, evaluation_mode: bool
     ) -> Engine | None:
-        """Return the model's engine, sharding it now if necessary; None if plain evaluation needs no more memory."""
+        """Return the model's engine, sharding it now if needed; None if sharding saves no memory in evaluation."""
         check_counts(self.num_processes)
         config = self.zero_config
         engine = engine_of(model)
@@ -121,8 +121,8 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
         ]
         if engine is None:
             trains = not evaluation_mode and any(param.requires_grad for param in model.parameters())
-            born = any(deferred_of(param) is not None for param in model.parameters())  # has no full values to run with
-            if config.policy.keep_full and not trains and not born:
+            is_deferred = any(deferred_of(param) is not None for param in model.parameters())  # without full values
+            if config.policy.keep_full and not trains and not is_deferred:
                 return None
             _check_model(model)
             hook = DDPCommunicationHookType.NO if self.ddp_handler is None else self.ddp_handler.comm_hook
@@ -156,7 +156,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
             except LayoutError:
                 if had:
                     raise
-                # Spans never change. A model that was evaluated first has those of a model without an optimizer.
+                # Spans never change: those of a model that was evaluated first were built without an optimizer.
                 engine.detach()
                 return self._zero_attach(model, optimizers, placement, evaluation_mode)
         for bound in mine:
@@ -171,7 +171,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients inside; `accumulate()` uses this, too."""
+        """Accumulate gradients inside; `accumulate()` also uses this."""
         engine = engine_of(model)
         with nullcontext() if engine is None else engine.no_sync(), super().no_sync(model):
             yield
@@ -179,7 +179,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Do nothing: the engine decides about a reduction at the backward, not at the forward as DDP does."""
+        """Do nothing: the engine decides in the backward whether to reduce, not in the forward as DDP does."""
         if engine_of(model) is None:
             with Accelerator.trigger_sync_in_backward(model):
                 yield
@@ -192,7 +192,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
         """Clip by the norm over all ranks; return it as a 0-dim tensor."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine, stock = self._zero_engine_to_clip(params), cast(Any, super().clip_grad_norm_)
-        # A subclass's own method ends in torch's function, for which `compat/gradients.py` has the gradients.
+        # A subclass's method ends in torch's function, which gets gradients from `compat/gradients.py`.
         if engine is None or stock.__func__ is not Accelerator.clip_grad_norm_:
             return stock(params, max_norm, norm_type)
         self.unscale_gradients()
@@ -226,7 +226,7 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Join as accelerate does if every rank has as many batches. No rank can leave a sharded model early.
+        """Join as accelerate does if all ranks have the same number of batches: no rank may stop earlier.
 
         Raises:
             ConfigError: on every rank, at the call: ranks would have different numbers of batches, or the number is
@@ -250,10 +250,10 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
         with patched(asked):
             yield
 
-    # -- which engine --
+    # -- find the engine --
 
     def _zero_engine_of(self, optimizer: Optimizer) -> Engine | None:
-        """Return the engine of a bound optimizer, or of one that has parameters of a sharded model."""
+        """Return the engine of an optimizer that is bound or has parameters of a sharded model."""
         known = optimizer.__dict__.get(_MODEL)
         models = self._models if known is None else [known()]
         for model in models:
@@ -270,10 +270,10 @@ class ZeroAcceleratorMixin(ZeroStateMixin, SharedSamplesMixin):
         return engine
 
     def _zero_engine_to_clip(self, params: Iterable[Any]) -> Engine | None:
-        """Return the engine of all `params`: parameters, or what an optimizer's groups hold, this rank's flat slices.
+        """Return the one engine of all `params`: parameters, or this rank's flat slices from an optimizer's groups.
 
-        None if there is none: torch's function clips parameters of several models, by lazy gradients. Another Accelerator may
-        have made the engine: accelerate's own state belongs to the process, too.
+        None if there are several: torch's function clips parameters of several models by lazy gradients. Another Accelerator
+        may have created the engine, because accelerate's state belongs to the process.
         """
         engines = {_engine_holding([param]) for param in params}
         if engines == {None}:
@@ -302,7 +302,7 @@ def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] 
     """Return the number of batches of each rank if they differ; None if they are equal or unknown.
 
     Args:
-        even_batches: count as if the loader had been prepared with it; None: as it is.
+        even_batches: count as if the loader had been prepared with it; None: as it was prepared.
     """
     shard_ = _sharded_sampler(loader)
     if shard_ is None or shard_.drop_last or (shard_.even_batches if even_batches is None else even_batches):
@@ -313,7 +313,7 @@ def _uneven_batches(loader: Any, even_batches: bool | None = None) -> list[int] 
         samples = len(shard_.batch_sampler.sampler) if shard_.split_batches else 0
     except (TypeError, AttributeError):  # a sampler without a length
         return None
-    if shard_.split_batches:  # the last ranks may get nothing of a last batch that is not full
+    if shard_.split_batches:  # the last ranks may get no rows of an incomplete last batch
         left = samples % shard_.batch_size
         part = shard_.batch_size // ranks
         counts = [total - (0 < left <= part * rank) for rank in range(ranks)]

@@ -1,6 +1,6 @@
 """`save_state`, `load_state` and `save_model` of an Accelerator with sharded models.
 
-    folder/  model.safetensors, config.json, …      the first model, as `save_pretrained` writes it (adapters: theirs only)
+    folder/  model.safetensors, config.json, …      the first model, as `save_pretrained` writes it (PEFT: adapters only)
              model_1/                               the second
              optimizer/, optimizer_1/
              scheduler.bin, random_states_0.pkl, …  accelerate's own
@@ -37,14 +37,7 @@ from ..engine.saving import filling, open_saving, put_weights
 from ..errors import CheckpointError, ConfigError
 from ..params.engine import Engine, engine_of
 from ..tiers.array import fetch, flat_of
-from .checkpoints import (
-    MAX_SHARD_SIZE,
-    agree_is_checkpoint,
-    bare_optimizer,
-    load_optimizer,
-    save_gathered,
-    send_small_files,
-)
+from .checkpoints import MAX_SHARD_SIZE, agree_is_checkpoint, bare_optimizer, load_optimizer, save_gathered, send_files
 from .patches import AcceleratorBase, meta_state_dict, patched_state_dict
 
 
@@ -110,7 +103,7 @@ class ZeroStateMixin(AcceleratorBase):
             stock: Any = super().save_model
             if safe_serialization and stock.__func__ is Accelerator.save_model:
                 put_weights(saving, engine, max_shard_size, form=form)
-            else:  # pickled, or a subclass saves in its own way: from values
+            else:  # pickling, or a subclass's own method, needs full values
                 save_gathered(saving, engine, partial(stock, model, saving.folder, max_shard_size, safe_serialization))
             saving.commit()
         return None
@@ -151,7 +144,7 @@ class ZeroStateMixin(AcceleratorBase):
             with on_all_ranks(engine.wire, f"saving to {target}") as report:
                 report.local = target.exists(), series.next_number()
             exists, following = report.by_rank[0]
-            # A load that skipped a damaged folder continues from an older one: the next save replaces the damaged one.
+            # After a load skipped a damaged folder, the next save replaces that folder.
             if exists and series.find_damage(engine.wire, target) is None:
                 raise ValueError(
                     f"Checkpoint directory {target} ({self.save_iteration}) already exists and is complete. Set "
@@ -160,7 +153,7 @@ class ZeroStateMixin(AcceleratorBase):
         parent: Any = super()
         try:
             with open_saving(engine, target) as saving:
-                project.automatic_checkpoint_naming = False  # or it would name and rotate staged folders
+                project.automatic_checkpoint_naming = False  # else it would name and rotate staged folders
                 left = self._zero_small_files(saving, engine, parent.save_state, save_model_func_kwargs)
                 project.automatic_checkpoint_naming = named
                 for index in left:
@@ -168,7 +161,7 @@ class ZeroStateMixin(AcceleratorBase):
                 for index, optimizer in enumerate(self._optimizers):
                     state = self._zero_bound_engine(optimizer).optimizer_state(bare_optimizer(optimizer))
                     saving.optimizer(state, max_shard_size=MAX_SHARD_SIZE, folder=optimizer_folder(index))
-                send_small_files(saving, engine.wire)
+                send_files(saving, engine.wire)
                 on_complete = partial(self._zero_after, engine, series, target)
                 engine.saves.commit(saving, in_background=engine.config.async_save, on_complete=on_complete)
         except BaseException:
@@ -180,7 +173,7 @@ class ZeroStateMixin(AcceleratorBase):
         self, saving: CheckpointWriter, engine: Engine, stock: Callable[..., Any], settings: dict[str, Any]
     ) -> list[int]:
         """Run accelerate's `save_state` and registered hooks. Returns the indices of models that are still to be saved."""
-        # A user's hook may save on one rank, so it needs values.
+        # A user's hook may save on one rank, so it needs full values.
         outlines = not self._save_model_state_pre_hook
         states = {m: e.outline() if outlines and (e := engine_of(m)) else m.state_dict() for m in self._models}
         left: list[int] = []
@@ -189,8 +182,8 @@ class ZeroStateMixin(AcceleratorBase):
             left[:] = [i for i, model in enumerate(models) if any(states[model] is other for other in weights)]
             weights.clear()
 
-        # accelerate's `save_state` passes models and states to the hooks in the order of their registration, and writes the
-        # states that stay in the list. This one must be last: a hook has saved what it removed; the others are saved here.
+        # accelerate's `save_state` passes models and states to the hooks in order of registration, then writes the states left
+        # in the list. This hook must be last: earlier hooks have saved the states that they removed. This one saves the others.
         hook = self.register_save_state_pre_hook(take_states)
         optimizers, self._optimizers = self._optimizers, []
         shown = [item for model, state in states.items() for item in patched_state_dict(model, state)]
@@ -202,14 +195,14 @@ class ZeroStateMixin(AcceleratorBase):
         finally:
             hook.remove()
             self._optimizers = optimizers
-        writers: list[int] = report.by_rank[0]  # a hook may save, and take from the list, on the main process alone
+        writers: list[int] = report.by_rank[0]  # a hook may save, and remove states, on the main process only
         return writers
 
     def _zero_put_model(self, saving: CheckpointWriter, first: Engine, index: int) -> None:
         model = self._models[index]
         engine = engine_of(model)
         inside = f"model_{index}" if index else ""
-        if engine is None:  # not sharded: every rank has all of it
+        if engine is None:  # not sharded: every rank has the full model
             with on_all_ranks(first.wire, f"saving to {saving.target}"):
                 if first.rank == 0:
                     place = saving.folder / inside
@@ -311,8 +304,8 @@ def _load_weights(loading: CheckpointReader, engine: Engine, strict: bool, folde
         loading.weights(pieces, engine.model, form, strict=strict, folder=folder)()
 
 
-class _Everything:
-    """The parameters of a model without an engine, of which every rank has all elements, as `Fillable`."""
+class _FullParameters:
+    """The full parameters of a model without an engine, as `Fillable`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._params = dict(model.named_parameters())
@@ -324,7 +317,7 @@ class _Everything:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Fill the parameters that are not contiguous, of which `to_fill` has copies."""
+        """Copy values back to parameters that are not contiguous: `to_fill` returned copies of them."""
         for name, param in self._params.items():
             if not param.is_contiguous():
                 param.copy_(fetch(self._flat[name]).view(param.shape))
@@ -336,7 +329,7 @@ def _load_unsharded(loading: CheckpointReader, model: nn.Module, strict: bool, f
         (loading.folder / folder / f"{stem}.safetensors").is_file() for stem in form.stems
     ):
         form = StateDictFormat(model)  # adapters that were saved without an engine, with their base
-    everything = _Everything(model)
+    everything = _FullParameters(model)
     loading.weights(everything, model, form, strict=strict, folder=folder)()
     everything.put()
 

@@ -1,6 +1,6 @@
-"""Settings of `ZeroConfig` as flags; arguments of the Trainer and of accelerate that a sharded model cannot honour.
+"""Settings of `ZeroConfig` as flags, and refused arguments of the Trainer and accelerate.
 
-Each refused argument is one row that names what to use instead. All others work as without the plugin.
+Each refused argument is one row, which names the alternative. All others work as without the plugin.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ ONE_RANK = "1 rank: nothing is sharded. Start with torchrun --nproc-per-node N"
 
 
 def check_counts(counted: int) -> None:
-    """Refuse an Accelerator that counts another number of ranks than the process group: ranks would get the same rows.
+    """Refuse an Accelerator whose number of ranks differs from the process group's: ranks would get the same rows.
 
     Raises:
         ConfigError: the counts differ; the message names the argument that fixes it.

@@ -70,7 +70,7 @@ def log_line(logs: Mapping[str, Any], state: TrainerState) -> str:
 
 
 def _print_log(callback: TrainerCallback, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-    """Stand in for `on_log` of a callback that prints logs: one compact line. A subclass prints a log without measurements."""
+    """Replace `on_log` of callbacks that print logs: print one compact line. Subclasses get a log without measurements."""
     if type(callback) not in (ProgressCallback, PrinterCallback):
         shown = {name: value for name, value in (logs or {}).items() if not name.startswith(PREFIX)}
         type(callback).on_log(callback, args, state, control, logs=shown, **kwargs)
@@ -81,10 +81,10 @@ def _print_log(callback: TrainerCallback, args: Any, state: Any, control: Any, l
 class ZeroCallback(TrainerCallback):
     """Measure every step: in the logs, in a file, and in a few lines on the screen.
 
-    A Trainer whose arguments have a `ZeroPlugin` adds one by itself; pass your own to change its settings. Every log of
-    training gets `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (peaks since the previous log), `zero/step_s`,
-    `zero/wait_s`, `zero/tokens_per_s` (all ranks) and everything else in `Recorder.logs`. Reporters (TensorBoard, W&B, …)
-    get them, too: this callback goes before all others. The main process prints one line per log: step, loss, gradient norm,
+    A Trainer whose arguments have a `ZeroPlugin` adds one by itself; pass your own to change its settings. Every training log
+    gets `zero/device_gib`, `zero/host_gib`, `zero/disk_gib` (peaks since the previous log), `zero/step_s`, `zero/wait_s`,
+    `zero/tokens_per_s` (all ranks) and everything else in `Recorder.logs`. Reporters (TensorBoard, W&B, …) get them as well,
+    because this callback runs before all others. The main process prints one line per log: step, loss, gradient norm,
     learning rate, tokens/s, memory.
 
     Args:
@@ -105,9 +105,9 @@ class ZeroCallback(TrainerCallback):
         self.record = record
         self.verbose = verbose
         self._shown = False
-        """This training has printed its start screen; the Trainer starts again after auto_find_batch_size."""
+        """The start screen was printed: auto_find_batch_size restarts training."""
         self._saved_at: int | None = None
-        """The step at which this training saved last."""
+        """The step of the last save of this training."""
         self._first_step = 0
         self._began = 0.0
 
@@ -121,7 +121,7 @@ class ZeroCallback(TrainerCallback):
             )
         trainer = calling_trainer()
         if trainer is not None:
-            self._go_first(trainer)
+            self._move_to_front(trainer)
         self._first_step, self._began, self._saved_at = state.global_step, time.perf_counter(), None
         folder = Path(str(args.output_dir), "_zero" if args.push_to_hub else "")
         about = {"max_steps": state.max_steps, "batch_per_rank": rows_of(args, state)}
@@ -145,13 +145,13 @@ class ZeroCallback(TrainerCallback):
             about["ranks"] = ONE_RANK
         return start(engine.report(), type(engine.model).__name__, _limits(engine), about)
 
-    def _go_first(self, trainer: Trainer) -> None:
-        """Go before all other callbacks, so that they find measurements in logs. Those that print logs print short lines."""
+    def _move_to_front(self, trainer: Trainer) -> None:
+        """Run before all other callbacks, so that they find measurements in logs, and shorten printed logs."""
         handler = trainer.callback_handler
         for callback in handler.callbacks:
             if isinstance(callback, (ProgressCallback, PrinterCallback)):
                 callback.__dict__["on_log"] = partial(_print_log, callback)
-        # A new list: the handler is iterating over the one it has.
+        # A new list, because the handler is iterating over the old one.
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ class ZeroCallback(TrainerCallback):
             engine.recorder.steps = state.global_step  # the Trainer also counts steps that a loss scaler skipped
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add what the engine measured since the previous log of training to this one, which other callbacks get, too."""
+        """Add the measurements since the previous training log to this log, which all later callbacks get."""
         engine, logs = _engine_in(kwargs), kwargs["logs"]
         if engine is None or engine.recorder is None:
             return
@@ -209,8 +209,8 @@ def rows_of(args: TrainingArguments, state: TrainerState) -> int:
 class PreemptionCallback(TrainerCallback):
     """`enable_jit_checkpoint=True`: SIGTERM or SIGUSR1 on any rank ends training with a checkpoint of the running step.
 
-    Replaces transformers' callback, in which each rank decides alone when it saves: ranks in different steps would wait
-    for each other.
+    Replaces transformers' callback, in which each rank decides alone when to save: ranks in different steps would
+    deadlock.
     """
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class PreemptionCallback(TrainerCallback):
     def installed(cls, callbacks: list[TrainerCallback]) -> Iterator[None]:
         """Replace transformers' callback in `callbacks` by this one, and restore signal handlers after training.
 
-        Also after an exception, which the stock code reports to no callback.
+        Handlers are restored after an exception as well, which the stock code reports to no callback.
         """
         for at, callback in enumerate(callbacks):
             if isinstance(callback, JITCheckpointCallback):
@@ -254,7 +254,7 @@ class PreemptionCallback(TrainerCallback):
 
 
 def _limits(engine: Engine) -> dict[str, tuple[int, str]]:
-    """Return what this rank may take of each tier: a given budget, else what the machine has free and what the engine holds."""
+    """Return this rank's limit for each tier: a configured budget, else free memory plus the engine's own."""
     context = engine.context
     held = sum(sum(kinds.values()) for tier, kinds in measure(engine).items() if tier != Tier.DISK.value)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
@@ -284,7 +284,7 @@ def calling_trainer() -> Trainer | None:
     return owner if isinstance(owner, Trainer) else None
 
 
-# Facts and the model card ---------------------------------------------------------------------------------------------
+# Run facts and the model card -----------------------------------------------------------------------------------------
 
 
 _HYPERPARAMETERS = (
@@ -301,7 +301,7 @@ _HYPERPARAMETERS = (
 
 
 def facts_of(trainer: Trainer, engine: Engine) -> RunFacts:
-    """Return what a checkpoint says about its run."""
+    """Return the facts about a run that its checkpoints record."""
     args = trainer.args
     base = getattr(getattr(trainer.model, "config", None), "_name_or_path", None)
     unused = "num_train_epochs" if args.max_steps > 0 else "max_steps"

@@ -1,4 +1,4 @@
-"""Saving and loading that the Trainer and accelerate share.
+"""Saving and loading shared by the Trainer and the Accelerator.
 
 The stock code writes a checkpoint's small files into the staged folder; every rank writes weights and optimizer state
 there through `CheckpointWriter`. One rename makes the complete folder appear.
@@ -30,10 +30,10 @@ MAX_SHARD_SIZE = "50GB"
 
 
 def save_gathered(saving: CheckpointWriter, engine: Engine, stock: Callable[[], None]) -> None:
-    """Run `stock` on rank 0 with values of the whole model. A collective.
+    """Run `stock` on rank 0 with the full model. A collective.
 
-    Where full parameters are released, all ranks gather them on their devices: `stock` may run forwards, as Sentence
-    Transformers' model card does. If there is no memory for that, rank 0 alone gathers a `state_dict()`.
+    If the stage releases parameters, all ranks gather them on their devices, because `stock` may run forwards, as Sentence
+    Transformers' model card does. If they do not fit, only rank 0 gathers a `state_dict()`.
     """
     with ExitStack() as stack:
         if engine.context.reshards:
@@ -46,8 +46,8 @@ def save_gathered(saving: CheckpointWriter, engine: Engine, stock: Callable[[], 
                     stock()
 
 
-def send_small_files(saving: CheckpointWriter, wire: Wire) -> None:
-    """Send small files that ranks on other nodes wrote to their own disks to rank 0's folder. A collective."""
+def send_files(saving: CheckpointWriter, wire: Wire) -> None:
+    """Send small files from the disks of other nodes to rank 0's folder. A collective."""
     with on_all_ranks(wire, f"saving to {saving.target}") as report:
         if saving.is_remote:
             found = [path for path in saving.folder.rglob("*") if path.is_file()]
@@ -76,7 +76,7 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def agree_is_checkpoint(wire: Wire, folder: str | os.PathLike[str]) -> bool:
-    """Return `is_hf_zero_checkpoint` of every rank. A collective.
+    """Return `is_hf_zero_checkpoint`, equal on every rank. A collective.
 
     Raises:
         CheckpointError: on every rank: only some ranks see the folder.

@@ -1,9 +1,9 @@
-"""Record what the weight converters of transformers do to meta tensors, so that only converted weights are gathered.
+"""Record the work of transformers' weight converters on meta tensors, so that only converted weights are gathered.
 
 transformers stores some weights in another arrangement than a model holds them (experts merged, projections split).
 `WeightConverter.convert` is the one function that computes them, in both directions. While a `Conversions` is recording,
-each call is recorded: which tensors went in, which came out. A tensor that only moves whole rows of its sources is placed
-by byte ranges; any other is computed from whole tensors, one group at a time.
+each call's input and output tensors are recorded. An output made of full rows of its sources is placed by byte ranges; any
+other is computed from full tensors, one group at a time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Group:
     layer: str
     settings: Mapping[str, Any]  # the call's keyword arguments
     sources: Mapping[str, list[str]]  # pattern -> names
-    meta: Mapping[str, Tensor]  # name -> the meta tensor that went in
-    shapes: Mapping[str, torch.Size]  # of what came out
+    meta: Mapping[str, Tensor]  # name -> input meta tensor
+    shapes: Mapping[str, torch.Size]  # of the outputs
 
     def convert(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         converter = copy.copy(self.converter)
@@ -50,9 +50,9 @@ class _Group:
 
     @cached_property
     def placed(self) -> dict[str, list[Extent[str]]]:
-        """The outputs that are made of whole rows of the sources, as runs; `{}` where the converter does anything else.
+        """The outputs made of full rows of the sources, as runs; `{}` for all other converters.
 
-        The converter runs on row numbers in place of rows, which is exact because `_moves_rows`.
+        Runs the converter on row numbers instead of rows, which is exact because of `_moves_rows`.
         """
         widths = {tensor.shape[-1] if tensor.dim() else 0 for tensor in self.meta.values()}
         if len(widths) != 1 or 0 in widths or not self._moves_rows():
@@ -64,7 +64,7 @@ class _Group:
             rows[name] = torch.arange(at, at + count, device="cpu").reshape(*tensor.shape[:-1], 1)
             starts.append(at)
             names.append(name)
-            at += count + 1  # so that numbers of neighbouring sources never follow each other
+            at += count + 1  # so that row numbers of neighbouring sources are never consecutive
         first = torch.tensor(starts, device="cpu")
         found = {}
         for key, result in self.convert(rows).items():
@@ -85,7 +85,7 @@ class _Group:
         return found
 
     def _moves_rows(self) -> bool:
-        """Return whether every operation moves elements along another dimension than the last."""
+        """Return whether no operation moves elements along the last dimension."""
         depths = {tensor.dim() for tensor in self.meta.values()}
         depth = min(depths)
         for operation in self.converter.operations:
@@ -102,14 +102,14 @@ class _Group:
 
 
 class Conversions:
-    """Tell of which sources a meta tensor is made, after transformers has converted weights on meta tensors."""
+    """Records the sources of meta tensors while transformers converts weights."""
 
     def __init__(self) -> None:
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._made: dict[tuple[int, int, int], tuple[_Group, str, Tensor]] = {}
 
     def source(self, name: str, tensor: Tensor) -> None:
-        """Name a contiguous meta tensor that has a storage of its own; the first name stays."""
+        """Name a contiguous meta tensor with its own storage; the first name wins."""
         self._sources.setdefault(_storage(tensor), (name, tensor))
 
     def recording(self) -> AbstractContextManager[None]:

@@ -39,7 +39,7 @@ class Batches:
     """Rows of an optimizer step.
 
     Attributes:
-        asked_rows: `per_device_train_batch_size` of the user's arguments, or what `auto_find_batch_size` chose.
+        asked_rows: `per_device_train_batch_size` of the user's arguments, or the choice of `auto_find_batch_size`.
         asked_accumulation: `gradient_accumulation_steps` of the user's arguments.
         rows_per_step: over all ranks and micro-batches.
         steps_per_epoch: 0 if the data has no length.
@@ -52,18 +52,18 @@ class Batches:
 
     @staticmethod
     def of(args: TrainingArguments, rows: int | None = None) -> Batches:
-        """Return the rows of a step as the arguments ask for them, or with `rows` in a micro-batch."""
+        """Return the rows of a step for the arguments, or for `rows` per micro-batch."""
         rows, accumulation = rows or args.per_device_train_batch_size, args.gradient_accumulation_steps
-        return Batches(rows, accumulation, rows * accumulation * _sharers(args))
+        return Batches(rows, accumulation, rows * accumulation * _concurrent_batches(args))
 
     @staticmethod
     def of_fact(found: Any) -> Batches | None:
-        """Read an entry of a manifest; None if it is missing or makes no sense."""
+        """Read an entry of a manifest; None if it is missing or invalid."""
         names = [item.name for item in fields(Batches)]
         if not isinstance(found, Mapping) or not all(type(found.get(name)) is int for name in names):
             return None
         batches = Batches(**{name: found[name] for name in names})
-        most = 1 << 40  # the folder may come from a stranger
+        most = 1 << 40  # the folder may be untrusted
         return batches if all(0 < value < most for value in asdict(batches).values() if value) else None
 
     def shares_its_arguments_with(self, other: Batches) -> bool:
@@ -72,14 +72,14 @@ class Batches:
         return mine == theirs
 
 
-def _sharers(args: Any) -> int:
-    """Return the batches of `per_device_train_batch_size` at a time: 1 with `split_batches`, else one per rank (or group)."""
+def _concurrent_batches(args: Any) -> int:
+    """Return the number of concurrent batches: 1 with `split_batches`, else one per rank (or group)."""
     groups: int = args.world_size // getattr(args.parallelism_config, "sp_size", 1)
     return 1 if args.accelerator_config.split_batches else groups
 
 
 def split_rows(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int]:
-    """Return rows per micro-batch and micro-batches per step, so that `ranks` ranks take `rows_per_step` rows in a step.
+    """Return rows per micro-batch and micro-batches per step for `ranks` ranks that share `rows_per_step` rows.
 
     Args:
         most_rows: largest micro-batch that is known to fit into memory.
@@ -101,10 +101,10 @@ def split_rows(rows_per_step: int, ranks: int, most_rows: int) -> tuple[int, int
 
 
 def kept(was: Batches, args: TrainingArguments) -> list[tuple[Any, str, Any]]:
-    """Return the arguments, for `replaced` while training, with which a step takes as many rows as before.
+    """Return arguments, for `replaced` while training, that keep the number of rows per step.
 
     Raises:
-        ConfigError: none exist, or the order of samples depends on them.
+        ConfigError: there are none, or the order of samples depends on them.
     """
     strategy = str(getattr(args, "train_sampling_strategy", ""))
     if strategy == "group_by_length" or getattr(args, "group_by_length", False):
@@ -112,7 +112,7 @@ def kept(was: Batches, args: TrainingArguments) -> list[tuple[Any, str, Any]]:
             "group_by_length orders samples by the size of a rank's batches, which is another on another number of ranks: "
             "samples would come twice or be left out. Start it on as many ranks as before"
         )
-    rows, accumulation = split_rows(was.rows_per_step, _sharers(args), was.asked_rows)
+    rows, accumulation = split_rows(was.rows_per_step, _concurrent_batches(args), was.asked_rows)
     return [(args, "per_device_train_batch_size", rows), (args, "gradient_accumulation_steps", accumulation)]
 
 
@@ -133,7 +133,7 @@ class ElasticBatchMixin(TrainerBase):
         A collective.
 
         Raises:
-            ConfigError: on every rank: it cannot be kept.
+            ConfigError: on every rank: the number of rows cannot be kept.
         """
         args = self.args
         was: Batches | None = None

@@ -37,7 +37,7 @@ from .weights import PlannedLoad, planned_load
 
 
 def patched_loading(init: Init) -> AbstractContextManager[object]:
-    """Replace transformers' loader inside."""
+    """Replace transformers' loader inside the block."""
     stock = PreTrainedModel._load_pretrained_model
     finalize = PreTrainedModel._finalize_model_loading
     stock_initialize = PreTrainedModel._initialize_missing_keys
@@ -58,11 +58,11 @@ def patched_loading(init: Init) -> AbstractContextManager[object]:
             answer = _load(init, model, files, config), None
         else:
             answer = stock(*args, **kwargs)
-        init.align_random_states()  # missing weights are drawn next
+        init.align_random_states()  # next, missing weights are initialized
         return answer
 
     def move(model: Any, missing_keys: Iterable[str], *args: Any, **kwargs: Any) -> None:
-        stock_move(model, _InOrder(missing_keys), *args, **kwargs)
+        stock_move(model, _SortedSet(missing_keys), *args, **kwargs)
 
     def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
         missing = {
@@ -74,11 +74,11 @@ def patched_loading(init: Init) -> AbstractContextManager[object]:
             for param in missing.values():
                 param.fill_(torch.nan)
         stock_initialize(model, *args, **kwargs)
-        _check_drawn(init.wire, model, missing)
+        _check_initialized(init.wire, model, missing)
 
     def finish(model: Any, *args: Any, **kwargs: Any) -> Any:
         info = finalize(model, *args, **kwargs)
-        _refuse_undrawn(
+        _refuse_uninitialized(
             model, [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
         )
         return info
@@ -93,30 +93,30 @@ def patched_loading(init: Init) -> AbstractContextManager[object]:
     )
 
 
-class _InOrder(set[str]):
-    """Names in one order: that of a set is another one in each process, and all ranks register the same parameters."""
+class _SortedSet(set[str]):
+    """A set with sorted iteration: the order of a plain set differs between processes, and ranks must register alike."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__()))
 
-    def __sub__(self, others: AbstractSet[Any]) -> _InOrder:
-        return _InOrder(super().__sub__(set(others)))
+    def __sub__(self, others: AbstractSet[Any]) -> _SortedSet:
+        return _SortedSet(super().__sub__(set(others)))
 
 
-def _check_drawn(wire: Wire, model: Any, missing: Mapping[str, nn.Parameter]) -> None:
+def _check_initialized(wire: Wire, model: Any, missing: Mapping[str, nn.Parameter]) -> None:
     """Raise if a missing parameter is still NaN after the model's own code initialized it."""
     mine = []
     for param in missing.values():
-        birth = deferred_of(param)
-        values = param.detach() if birth is None else birth.slice_of(param)
+        deferred = deferred_of(param)
+        values = param.detach() if deferred is None else deferred.slice_of(param)
         mine.append(bool(values.isnan().all()))
     everyone = zip(*wire.exchange(mine)) if mine else ()
-    _refuse_undrawn(
+    _refuse_uninitialized(
         model, [name for name, untouched in zip(missing, everyone) if all(untouched) and missing[name].numel()]
     )
 
 
-def _refuse_undrawn(model: Any, names: Sequence[str]) -> None:
+def _refuse_uninitialized(model: Any, names: Sequence[str]) -> None:
     if names:
         raise LayoutError(
             f"{type(model).__name__}: {names[0]!r} (first of {len(names)}) has no values after from_pretrained: the files do "
@@ -208,7 +208,7 @@ class _Filling:
                 piece.source.copy_(value.reshape(-1)[piece.as_slice])
         self.reader.close()
         for name in (*self._own, *self._origins):
-            self._plant(name, planned.results[name])
+            self._set_value(name, planned.results[name])
 
     def _origin(self, name: str, meta: Tensor, places: Sequence[Extent[StoredTensor]]) -> OnDisk | None:
         """Return a parameter's elements in the files; None if they must be read now."""
@@ -240,7 +240,7 @@ class _Filling:
         path, _, last = name.rpartition(".")
         return last in self._model.get_submodule(path)._parameters
 
-    def _plant(self, name: str, meta: Tensor) -> None:
+    def _set_value(self, name: str, meta: Tensor) -> None:
         path, _, last = name.rpartition(".")
         module = self._model.get_submodule(path)
         if last == EXTRA_STATE:
@@ -254,15 +254,15 @@ class _Filling:
             device = None if origin is None else self._device_of(name)
             deferred = Deferred(self._wire, own, device=device, files=origin)
             value = closed_parameter(deferred, meta.shape, meta.dtype, module._parameters[last].requires_grad)
-        value._is_hf_initialized = True  # transformers does not initialize it again
+        value._is_hf_initialized = True  # keeps transformers from initializing it again
         setattr(module, last, value)
 
 
 def _tie(wire: Wire, model: Any, planned: PlannedLoad, what: str) -> None:
-    """Tie parameters that the files have under both names if they are equal, as the stock loader does.
+    """Tie parameters that the files hold under both names if they are equal, as the stock loader does.
 
-    The stock loader would compare full values. If all slices are equal, report one name as missing to it; else it compares,
-    warns and leaves them untied.
+    The stock loader would compare full values. If all slices are equal, one name is reported to it as missing; else it
+    compares, warns and leaves them untied.
     """
     info = planned.info
     wrong = {item[0] for item in info.mismatched_keys}

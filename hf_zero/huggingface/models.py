@@ -1,6 +1,6 @@
-"""Methods of transformers and PEFT models that are replaced on a sharded model.
+"""Replace methods of transformers and PEFT models on a sharded model.
 
-Separate from the code that imports the Trainer, which imports datasets, pandas and PEFT: a plain loop needs none of them.
+This file must not import the Trainer, which imports datasets, pandas and PEFT: a plain loop needs none of them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _unsharded(root: weakref.ref[nn.Module], method: Any, self: nn.Module, *args
 def _save_in_own_types(
     root: weakref.ref[nn.Module], dtypes: Mapping[str, torch.dtype], self: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save with the dtype of the file in config.json; the first parameter may be gathered in bfloat16 at this moment."""
+    """Save with the file's dtype in config.json: the first parameter may be gathered in bfloat16 now."""
     model = root()
     shown: AbstractContextManager[None] = nullcontext() if model is None else patched(patched_dtypes(model, dtypes))
     with shown:
@@ -84,9 +84,9 @@ def _load_adapter_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def empty_model(what: Path | Config) -> nn.Module:
-    """Return the model of a configuration, or of the folder or file that has one, on the meta device. No weights are read.
+    """Build the model of a configuration, or of a folder or file with one, on the meta device, without weights.
 
-    Its dtype is that of the configuration, as `from_pretrained` loads it.
+    Its dtype is that of the configuration, as with `from_pretrained`.
     """
     config: Any
     if isinstance(what, Path):
@@ -104,7 +104,7 @@ def empty_model(what: Path | Config) -> nn.Module:
 
 
 def empty_adapter(folder: str, base: nn.Module) -> nn.Module:
-    """Add a PEFT adapter, as its folder configures it, to a model on the meta device. No weights are read.
+    """Add the PEFT adapter that a folder configures to a model on the meta device, without weights.
 
     Raises:
         ConfigError: PEFT is missing.

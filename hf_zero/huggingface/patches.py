@@ -1,4 +1,4 @@
-"""Show stand-ins in place of attributes of transformers, accelerate and PEFT for the length of one call.
+"""Temporarily replace attributes of transformers, accelerate and PEFT objects.
 
 docs/DESIGN.md, "What is replaced in other libraries", lists every name that is passed to `replaced`.
 """
@@ -28,7 +28,7 @@ else:
 
 
 def patched_state_dict(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
-    """Let `state_dict()` of the model and its modules return `state`, for `replaced`: one rank alone may write.
+    """Return patches, for `replaced`, that make `state_dict()` of the model and its modules return `state`.
 
     `state_dict()` of a sharded model is a collective, and library code calls it on the writing rank only.
     """
@@ -50,12 +50,12 @@ def _state_dict_returning(state: Mapping[str, Any], inside: str) -> Callable[...
 
 
 def patched_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Attributes:
-    """Show parameters in the dtype that the file has, for `replaced`: config.json gets the first one's dtype.
+    """Return patches, for `replaced`, that show parameters in the file's dtype: config.json gets the first one's.
 
-    A parameter may be gathered in the compute dtype at this moment.
+    A parameter may currently be gathered in the compute dtype.
 
     Args:
-        dtypes: dtype in the file by the parameter's first name in `model`; other parameters are shown as they are.
+        dtypes: first name in `model` -> dtype in the file; other parameters are not changed.
     """
     first, out = names_of(model), Attributes()
     for name, module in model.named_modules():
@@ -81,7 +81,7 @@ def with_mixin(mixin: type[Any], cls: type[Any]) -> type[Any]:
     if issubclass(cls, mixin):
         return cls
     for made in mixin.__subclasses__():
-        if made.__bases__ == (mixin, cls) and "_zero_is_made" in vars(made):  # not one that a user has written
+        if made.__bases__ == (mixin, cls) and "_zero_is_made" in vars(made):  # not a user's class
             return made
     return type(f"Zero{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__, "_zero_is_made": True})
 

@@ -1,4 +1,4 @@
-"""Uploads of a Trainer: skip unfinished saves, remove outdated weights of the same kind, keep the user's card."""
+"""Push a Trainer's checkpoints: skip unfinished saves, remove outdated weights of the same kind, keep the user's card."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def patched_upload() -> AbstractContextManager[None]:
 
 
 def check_kind(trainer: Trainer, token: str | None = None, revision: str | None = None) -> None:
-    """Check the Trainer's repository before the work.
+    """Check the Trainer's repository before training or saving.
 
     Raises:
         ConfigError: the repository holds weights of another kind than the Trainer will push.

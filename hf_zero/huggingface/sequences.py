@@ -1,7 +1,7 @@
 """`sp_size` in a Trainer and in a prepared DataLoader: ranks of a group get the same samples, and the engine divides them.
 
 Evaluation and prediction run on whole samples. In a Trainer, their loaders give each rank samples of its own, as without
-`sp_size`. An Accelerator cannot tell its loaders apart: ranks of a group evaluate the same samples, which
+`sp_size`. An Accelerator cannot distinguish its loaders: ranks of a group evaluate the same samples, which
 `gather_for_metrics` returns once.
 """
 
@@ -26,7 +26,7 @@ from .patches import AcceleratorBase, TrainerBase
 
 
 class SharedSamplesMixin(AcceleratorBase):
-    """An Accelerator whose loaders give all ranks of a group the same samples."""
+    """Makes an Accelerator's loaders give all ranks of a group the same samples."""
 
     zero_config: ZeroConfig
     _zero_sharing = False
@@ -59,7 +59,7 @@ class SharedSamplesMixin(AcceleratorBase):
             with patched([(self.dataloader_config, "dispatch_batches", False)]):
                 prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
             if self.num_processes == 1 and not self.use_seedable_sampler and "generator" in self.rng_types:
-                _draw_alike(prepared)
+                _share_sample_order(prepared)
         finally:
             self._zero_sharing = False
         self._zero_shared_loaders.add(prepared)
@@ -74,7 +74,7 @@ class SharedSamplesMixin(AcceleratorBase):
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as accelerate does; results of whole samples once per group. Those of divided forwards are of every rank."""
+        """Gather as accelerate does: results of whole samples once per group, those of divided forwards from every rank."""
         parallels = [
             each.observer(SequenceParallel) for model in self._models if (each := engine_of(model)) is not None
         ]
@@ -82,7 +82,7 @@ class SharedSamplesMixin(AcceleratorBase):
             return super().gather_for_metrics(input_data, use_gather_object)
         size = self.zero_config.sp_size
         if any(each.has_parts for each in parallels):
-            # All of them: to leave out what belongs to repeated samples, as accelerate does, would drop parts of samples.
+            # Keep all: dropping repeated samples, as accelerate does, would drop parts of samples.
             if not use_gather_object:
                 with suppress(TypeError):  # not all are tensors
                     return self.gather(input_data)
@@ -94,15 +94,15 @@ class SharedSamplesMixin(AcceleratorBase):
             )
         stock = self.gather
 
-        def gather(tensor: Any) -> Any:  # with the rows of the first rank of each group
+        def gather(tensor: Any) -> Any:  # rows of the first rank of each group
             return recursively_apply(lambda each: torch.cat(each.chunk(self.num_processes)[::size]), stock(tensor))
 
         with patched([(self, "gather", gather)]):
             return super().gather_for_metrics(input_data)
 
 
-def _draw_alike(loader: Any) -> None:
-    """Let all ranks draw rank 0's order of samples. accelerate does so for several groups; one is one process to it."""
+def _share_sample_order(loader: Any) -> None:
+    """Use rank 0's order of samples on all ranks. accelerate does so for several groups, but sees one as one process."""
     sampler = loader.get_sampler()
     if not hasattr(sampler, "generator"):
         return
@@ -122,7 +122,7 @@ def _step_by_groups(stock: Any, groups: int, *args: Any, **kwargs: Any) -> None:
 
 
 class SequenceParallelMixin(TrainerBase):
-    """A Trainer that trains on parts of samples and counts whole ones."""
+    """Makes a Trainer train on parts of samples and count whole ones."""
 
     model: Any
 
@@ -168,7 +168,7 @@ class SequenceParallelMixin(TrainerBase):
             super()._load_rng_state(checkpoint)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as the stock Trainer does, which counts labels as if ranks of a group had the same samples here, too."""
+        """Predict with `sp_size=1`: the stock Trainer would count labels as if ranks of a group had the same samples."""
         with patched([(self.accelerator.parallelism_config, "sp_size", 1)]):
             return super().prediction_step(*args, **kwargs)
 

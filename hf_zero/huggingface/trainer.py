@@ -50,14 +50,7 @@ from ..params.deferred import deferred_of
 from ..params.engine import Engine, engine_of
 from .arguments import TRAINING_ARGUMENTS, refuse
 from .callback import PreemptionCallback, ZeroCallback, calling_trainer, facts_of
-from .checkpoints import (
-    MAX_SHARD_SIZE,
-    agree_is_checkpoint,
-    bare_optimizer,
-    load_optimizer,
-    save_gathered,
-    send_small_files,
-)
+from .checkpoints import MAX_SHARD_SIZE, agree_is_checkpoint, bare_optimizer, load_optimizer, save_gathered, send_files
 from .elastic import LATEST, ElasticBatchMixin
 from .patches import TrainerBase, show, with_mixin
 from .push import PushMixin, check_kind
@@ -79,13 +72,13 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
     optimizer: Any
     lr_scheduler: Any
     _zero_resuming = False
-    """Inside `train`: weights are loaded later, when the engine exists."""
+    """Inside `train`: weights are loaded once the engine exists."""
     _zero_has_weights = False
-    """They are loaded already, by a subclass that saves in its own way."""
+    """A subclass with its own files has already loaded the weights."""
     _zero_resumed: str | os.PathLike[str] | None = None
     """The folder that training resumes from."""
     _zero_saved = False
-    """This rank has saved already; the stock `save_model` may call `_save` on the writing rank again."""
+    """This rank has already saved; the stock `save_model` may call `_save` on the writing rank again."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -195,14 +188,14 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
                 out = super().train(resume_from_checkpoint, *args, **kwargs)
         except KeyboardInterrupt:
             if wire.rank == 0:
-                show(self._zero_how_to_continue(), sys.stderr)
+                show(self._zero_resume_hint(), sys.stderr)
             raise
         finally:
             self._zero_resuming = False
         self._zero_wait_for_save()
         return out
 
-    def _zero_how_to_continue(self) -> str:
+    def _zero_resume_hint(self) -> str:
         newest = max(self._zero_series.folders(), default=None, key=lambda folder: int(folder.name.rpartition("-")[2]))
         if newest is None:
             return f"hf_zero: interrupted; no checkpoint in {self._zero_output}"
@@ -252,7 +245,7 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
         run_dir, best = self._get_output_dir(trial), self.state.best_model_checkpoint
         target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         parent: Any = super()
-        self.store_flos()  # a collective of the stock method, which a subclass may leave before on one rank
+        self.store_flos()  # a collective of the stock method, which a subclass may not reach on every rank
         try:
             with open_saving(engine, target, **self._zero_batch_facts()) as saving:
                 if saving.folder.name != os.path.basename(target):
@@ -267,7 +260,7 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
                         parent._save_checkpoint(model, trial)
                 finally:
                     self._zero_saving = None
-                send_small_files(saving, engine.wire)
+                send_files(saving, engine.wire)
                 with on_all_ranks(engine.wire, f"saving to {target}"):
                     self._zero_name_best(saving, run_dir, target)
                 state = copy.copy(self.state)
@@ -350,10 +343,10 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
                 elif is_stock:
                     with patched(without_weights(self.model, engine.outline())):
                         self._zero_save_here(saving, stock, {})
-                    (saving.folder / "model.safetensors").unlink(missing_ok=True)  # an empty one, of a plain module
+                    (saving.folder / "model.safetensors").unlink(missing_ok=True)  # the empty file of a plain module
         if state is None and is_stock:
             put_weights(saving, engine, MAX_SHARD_SIZE, form=format_of(self.model))
-        elif state is None:  # code that saves in its own way needs values
+        elif state is None:  # custom saving code needs full values
             save_gathered(saving, engine, partial(self._zero_save_here, saving, stock, None))
 
     def _zero_save_here(self, saving: CheckpointWriter, stock: Any, state: dict[str, Any] | None) -> None:
@@ -387,7 +380,7 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
         if self._zero_resuming:
             put_off = list[str]()
             given = resume_from_checkpoint, *model
-            self._zero_instead("_load_from_checkpoint", lambda it, *_, **__: put_off.append(it), *given, **named)
+            self._zero_replace("_load_from_checkpoint", lambda it, *_, **__: put_off.append(it), *given, **named)
             self._zero_has_weights = not put_off  # a subclass has loaded files of its own
             return None
         if self._zero_engine() is None:
@@ -396,14 +389,14 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
         if engine is None:  # this stage evaluates without an engine
             return super()._load_from_checkpoint(resume_from_checkpoint, *model, **named)
         load = partial(engine.load, resume_from_checkpoint, load_optimizer=False)
-        return self._zero_instead(
+        return self._zero_replace(
             "_load_from_checkpoint", lambda *_, **__: load(), resume_from_checkpoint, *model, **named
         )
 
-    def _zero_instead(self, name: str, ours: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Call a subclass's own method, which finds `ours` in place of the stock one; `ours` itself where it has none.
+    def _zero_replace(self, name: str, ours: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call a subclass's own method with `ours` in place of the stock one; without an own method, call `ours`.
 
-        It gets what the caller has passed and no more: Sentence Transformers' methods take fewer arguments than the stock ones.
+        Passes only the caller's arguments: Sentence Transformers' methods take fewer than the stock ones.
         """
         own = getattr(super(), name)
         if own.__func__ is getattr(Trainer, name):
@@ -420,7 +413,7 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
                 super()._load_from_checkpoint(checkpoint)
             return super()._load_optimizer_and_scheduler(checkpoint)
         load = partial(self._zero_load, engine, Trainer._load_optimizer_and_scheduler)
-        return self._zero_instead("_load_optimizer_and_scheduler", load, checkpoint)
+        return self._zero_replace("_load_optimizer_and_scheduler", load, checkpoint)
 
     def _zero_load(self, engine: Engine, stock: Callable[..., Any], checkpoint: str) -> None:
         self._zero_wait_for_save()
@@ -463,7 +456,7 @@ class ZeroTrainerMixin(ElasticBatchMixin, SequenceParallelMixin, PushMixin, Trai
         engine, best = self._zero_engine(), self.state.best_model_checkpoint
         if engine is None or best is None or not agree_is_checkpoint(engine.wire, best):
             return super()._load_best_model()
-        return self._zero_instead("_load_best_model", partial(engine.load, best, load_optimizer=False))
+        return self._zero_replace("_load_best_model", partial(engine.load, best, load_optimizer=False))
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

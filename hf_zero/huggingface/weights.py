@@ -1,8 +1,8 @@
-"""Names and files of transformers and PEFT models, taken from their own code.
+"""Names and files of transformers and PEFT models, computed by their own code.
 
 A save runs the functions of `save_pretrained` that compute names, on meta tensors; `save_pretrained` itself, without weights,
-writes all other files. A load runs the stock loader on meta tensors, with a function that records what it would set.
-`Conversions` reports what each tensor is made of.
+writes all other files. A load runs the stock loader on meta tensors, with a function that records the tensors that it would
+set. `Conversions` reports the sources of each tensor.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HubFormat:
         self.stems = {"model": ""}
 
     def write_metadata(self, state: dict[str, Tensor], folder: Path) -> None:
-        """Write config.json and whatever else `save_pretrained` writes; see `WeightFormat`."""
+        """Write config.json and the other files of `save_pretrained`; see `WeightFormat`."""
         model, stock, calls = self._model, PreTrainedModel.save_pretrained, list[Any]()
 
         def save(self: Any, place: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -213,7 +213,7 @@ class AdapterFormat:
         """Map keys in the adapter's file to names in the model, as PEFT itself would save them."""
         model = self._model
         if getattr(model.peft_config[adapter], "is_prompt_learning", False):
-            return {"prompt_embeddings": f"prompt_encoder.{adapter}.embedding.weight"}  # all that PEFT loads
+            return {"prompt_embeddings": f"prompt_encoder.{adapter}.embedding.weight"}  # PEFT loads nothing else
         state = meta_state_dict(model)
         kept = self._kept(adapter, state, embeddings)
         owners = {id(value): name for name, value in state.items()}
@@ -241,7 +241,7 @@ class InjectedFormat(AdapterFormat):
 
 
 def has_custom_save(model: nn.Module) -> bool:
-    """Return whether a model has a `save_pretrained` of its own, which may save other values than the weights."""
+    """Return whether a model overrides `save_pretrained`, which may then save other values than the weights."""
     method = getattr(type(model), "save_pretrained", None)
     is_stock = str(getattr(method, "__module__", "")).partition(".")[0] in ("transformers", "peft")
     is_injected = getattr(model, "_hf_peft_config_loaded", False)  # some classes then save the base, too
@@ -251,7 +251,7 @@ def has_custom_save(model: nn.Module) -> bool:
 
 
 def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
-    """Let `save_pretrained(state_dict={})` write all files but the weights, on one rank; for `replaced`.
+    """Return patches, for `replaced`, with which `save_pretrained(state_dict={})` writes all files but the weights on one rank.
 
     Args:
         model: the model.
@@ -259,7 +259,7 @@ def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
     """
     dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
     out = [*patched_state_dict(model, {}), *patched_dtypes(model, dtypes)]
-    out.append((transformers.utils.logging, "_tqdm_active", False))  # it would show a bar of no weights
+    out.append((transformers.utils.logging, "_tqdm_active", False))  # else it would show an empty progress bar
     if getattr(model, "_hf_peft_config_loaded", False):
         out.append((model, "get_adapter_state_dict", lambda **_: {}))
     if "peft.peft_model" in sys.modules:
@@ -268,7 +268,7 @@ def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
 
 
 def _known(model: nn.Module, state: Mapping[str, Any]) -> Conversions:
-    """Return a new record that knows which parameter each meta tensor of `state` stands for."""
+    """Return new `Conversions` with the meta tensors of `state`, named by their parameters."""
     names, conversions = names_of(model), Conversions()
     for key, value in state.items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -292,7 +292,7 @@ def _entries(
 
 
 def _prompt_encoder(model: Any, state: Mapping[str, Any]) -> Attributes:
-    """Let prompt encoders, whose results PEFT saves, read `state`, without the engine's hooks; for `replaced`.
+    """Return patches, for `replaced`, that make prompt encoders, whose results PEFT saves, read `state` without hooks.
 
     On meta tensors the result has the right shape only.
     """
@@ -313,7 +313,7 @@ def _prompt_encoder(model: Any, state: Mapping[str, Any]) -> Attributes:
     return out
 
 
-# Loading ------------------------------------------------------------------------------------------------------------
+# Loading --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ _UNSUPPORTED = {
 }
 _QUANTIZED = re.compile(r".*(8bit|4bit|Fp8)")
 _MULTIPLIES = frozenset({"Muon", "Shampoo", "SOAP"})
-"""Their steps multiply a matrix by itself. All others cost memory traffic."""
+"""Their steps multiply matrices. The cost of all others is memory traffic."""
 _INSTEAD = "an element-wise optimizer (AdamW, Adam, SGD, RMSprop, Adagrad, Lion)"
 _REGISTERED: dict[type[torch.optim.Optimizer], Kind] = {}
 
@@ -89,16 +89,16 @@ def optimizer_kind(
     offloaded: bool,
     class_of: Callable[[nn.Parameter], type[Any]] = type,
 ) -> Kind:
-    """Return what an optimizer steps over.
+    """Return the kind of tensors that an optimizer steps over.
 
     Args:
         params: the model's parameters.
-        sharded: the ranks share the parameters out.
-        offloaded: state may be outside of the device's memory.
+        sharded: each rank owns a part of the parameters.
+        offloaded: state may be outside the device's memory.
         class_of: returns the class that user code gave a parameter.
 
     Raises:
-        UnsupportedOptimizerError: it cannot work here.
+        UnsupportedOptimizerError: the optimizer cannot step over such tensors.
     """
     registered = [_REGISTERED[base] for base in type(optimizer).__mro__ if base in _REGISTERED]
     if registered:
@@ -113,7 +113,7 @@ def optimizer_kind(
         _refuse_hidden_counts(optimizer)
     if reason is None:
         return Kind.ELEMENTWISE
-    # torch's own update each parameter by itself; a trial of Muon takes 2 s.
+    # torch's own optimizers update each parameter independently; a trial of Muon takes 2 s.
     mixes = _reason(optimizer, Trial.why_not_alone) if (sharded or offloaded) and not is_torchs else None
     if mixes is None and offloaded and inner_optimizers(optimizer):
         mixes = "the state of that one cannot be offloaded"
@@ -129,7 +129,7 @@ def optimizer_kind(
 
 
 def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its step changes parameters that have no gradient, by trial."""
+    """Return whether a trial step changes parameters without a gradient."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return False
     with suppress(Exception):
@@ -141,7 +141,7 @@ def moves_without_gradient(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_cost(optimizer: torch.optim.Optimizer, shape: Sequence[int]) -> int:
-    """Return the cost of a step over one parameter relative to others, to balance owners."""
+    """Return the relative cost of a step over one parameter, to balance owners."""
     numel = max(1, math.prod(shape))
     multiplies = any(base.__name__ in _MULTIPLIES for base in type(optimizer).__mro__)
     return numel * min(shape) if multiplies and len(shape) > 1 and numel > 1 else numel
@@ -199,7 +199,7 @@ def _why_unsupported(
 
 
 def _ids_in(value: Any, depth: int = 3) -> Iterator[int]:
-    """Yield the ids of parameters that it may look up."""
+    """Yield the ids that an attribute may use to look up parameters."""
     if isinstance(value, nn.Parameter):
         yield id(value)
     elif isinstance(value, int):
@@ -222,7 +222,7 @@ def _why_matrices(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _reason(optimizer: torch.optim.Optimizer, ask: Callable[[Trial], str | None]) -> str | None:
-    """Return the first answer of a trial. An optimizer that cannot be tried is taken at its worst."""
+    """Return the first answer of a trial. If a trial fails, assume the worst."""
     for trial in trials(optimizer):
         try:
             why = ask(trial)
@@ -240,8 +240,8 @@ def _reason(optimizer: torch.optim.Optimizer, ask: Callable[[Trial], str | None]
 def _refuse_hidden_counts(optimizer: torch.optim.Optimizer) -> None:
     """
     Raises:
-        UnsupportedOptimizerError: numbers of its own change only in steps that see a gradient. Its own step sees none where
-            all parameters are offloaded.
+        UnsupportedOptimizerError: some attributes or options change only in steps with a gradient. Its own step sees none
+            if all parameters are offloaded.
     """
     missed: set[str] = set()
     with suppress(Exception):

@@ -1,7 +1,7 @@
 """A copy of the user's optimizer that steps over other tensors than its groups'.
 
-The copy has the class and the hyperparameters of one moment, and no hooks. Each call steps over one block, with the block's
-part of the state. An element's update must depend on that element's values alone.
+The copy has the optimizer's class, current hyperparameters and no hooks. Each call steps over one block with its part of the
+state. An element's update must depend on that element's values alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_COPIED = frozenset({"state", "param_groups", "step", "zero_grad", "state_di
 
 
 class OptimizerCopy:
-    """Steps of an optimizer, with the hyperparameters that it has when this is made.
+    """Steps like an optimizer, with its hyperparameters at the time of the copy.
 
     Args:
         fuse: use the fused kernel where the optimizer has one and user code chose neither `fused` nor `foreach`.
@@ -35,19 +35,19 @@ class OptimizerCopy:
         self._step = bare_step(type(optimizer))
         self._options = [_options(group, fuse) for group in optimizer.param_groups]
         self._clone: Any = copy_optimizer(optimizer, [{"params": [torch.zeros(1, device="cpu")]}])
-        # Numbers that a step of the optimizer changes: every block must find them as they were before the step.
-        # In host memory: what a loss scaler gives a fused step is copied there by torch without waiting.
+        # Attributes that a step changes: every block must start from their values before the step.
+        # In host memory: torch copies a loss scaler's tensors for a fused step there without waiting.
         self._counts = {key: to_host(value) for key, value in mutable_attributes(self._clone).items()}
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         self.kernels = [None if is_scaled else _adam(type(optimizer), options) for options in self._options]
-        """By group, the one function that a step with state ends in; None: only `step` does it."""
+        """By group, the function that a step with state calls in the end; None: call `step`."""
 
     def is_fused(self, group: int) -> bool:
         return bool(self._options[group].get("fused"))
 
     @property
     def option_names(self) -> set[str]:
-        """The options of the group that was stepped last: a step may add some."""
+        """Return the options of the last stepped group, with those that the step added."""
         return set(self._clone.param_groups[0])
 
     def step(self, group: int, master: Tensor, grad: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class OptimizerCopy:
         clone.__dict__.update({key: copy_value(value) for key, value in self._counts.items()})
         options = {key: copy_value(value) for key, value in self._options[group].items()}
         if master.is_complex() and options.get("fused"):
-            options["fused"] = False  # no such kernel
+            options["fused"] = False  # there is no complex kernel
         clone.param_groups = [{**options, "params": [param]}]
         clone.state.clear()
         if state:
@@ -67,7 +67,7 @@ class OptimizerCopy:
         found: dict[str, Any] = clone.state.get(param, {})
         if master.numel() and param.data_ptr() != master.data_ptr():  # the optimizer assigned `param.data`
             memory = master.untyped_storage().data_ptr()
-            for name, value in found.items():  # and may have kept the former memory
+            for name, value in found.items():  # and may have kept the old memory
                 if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
                     found[name] = value.clone()
             master.copy_(param.detach())
@@ -75,7 +75,7 @@ class OptimizerCopy:
 
 
 def mutable_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that a step may write to, besides groups and state."""
+    """Return the attributes, other than groups and state, that a step may write."""
     kinds = (int, float, Tensor, torch.Generator, dict, list, deque, set)
     skipped = {*_NOT_COPIED, "defaults"}
     return {
@@ -86,7 +86,7 @@ def mutable_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
-    """Return the step of a class without torch's wrapper, which calls the hooks that user code has for all optimizers."""
+    """Return a class's step without torch's wrapper, which calls user code's global optimizer hooks."""
     step: Any = kind.step
     bare: Callable[[Any], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return bare
@@ -94,7 +94,7 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
 
 @contextmanager
 def untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore what steps of a copy share with the optimizer: torch's random state, and objects among its attributes."""
+    """Restore at exit the state that a copy's steps share: torch's random state, and objects among the attributes."""
     owned = [each for each in vars(optimizer).values() if not (callable(each) or isinstance(each, _NOT_RESTORED))]
     kept = [each for each in owned if isinstance(getattr(each, "__dict__", None), dict)]
     before = [dict(vars(each)) for each in kept]
@@ -132,7 +132,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_value(value: Any) -> Any:
-    """Return a copy of what a step may write to: a tensor, where it is, a generator or a container. Else the value itself."""
+    """Copy a tensor (on its device), a generator or a container, which a step may write. Return other values themselves."""
     match value:
         case Tensor():
             return value.detach().clone()
@@ -176,12 +176,12 @@ def _options(group: Mapping[str, Any], fuse: bool) -> dict[str, Any]:
 
 
 def to_host(value: Any) -> Any:
-    """Return a copy as `copy_value`, of a tensor in host memory."""
+    """Copy as `copy_value` does, but tensors to host memory."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy_value(value)
 
 
 def _adam(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Kernel | None:
-    """Return the function that Adam's and AdamW's step ends in. Calling it directly saves as much as a block takes."""
+    """Return the function that Adam's and AdamW's step calls in the end. A direct call saves the time of one block."""
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or "decoupled_weight_decay" not in options:
         return None
     if options["amsgrad"] or options["differentiable"] or options["foreach"]:

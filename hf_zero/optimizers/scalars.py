@@ -1,4 +1,4 @@
-"""Options of groups and states of one value, as JSON: what a checkpoint can hold of them."""
+"""Convert options of groups and scalar states to JSON, for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def scalar_to_json(name: str, value: Any) -> Any:
     """Return an option or scalar state as JSON. Tensors of at most one element keep their dtype and shape.
 
     Raises:
-        CheckpointError: JSON has no place for the value.
+        CheckpointError: JSON cannot represent the value.
     """
     if isinstance(value, np.generic):
         value = value.item()

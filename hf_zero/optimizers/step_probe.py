@@ -1,4 +1,4 @@
-"""Facts about an optimizer's class that only a step on a few elements shows."""
+"""Probe an optimizer's class by a step on a few elements."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _NUMEL = 7
 
 
 class StepProbe(NamedTuple):
-    """Lists the states that a step makes, and whether each has one value per element, and the options that it adds."""
+    """The states that a step creates, whether each has one value per element, and the options that it adds."""
 
     states: dict[str, bool]
     options: set[str]
 
 
 def probe_step(optimizer: torch.optim.Optimizer) -> StepProbe | None:
-    """Return what a step makes; None where that cannot be tried."""
+    """Return the states and options that a step creates; None if a step cannot be tried."""
     made = StepProbe({}, set())
-    if inner_optimizers(optimizer):  # a step of those would be one over the model
+    if inner_optimizers(optimizer):  # their steps would update the model itself
         return None
-    with suppress(Exception), untouched(optimizer), torch.no_grad():  # whatever a user's optimizer raises
+    with suppress(Exception), untouched(optimizer), torch.no_grad():  # user code may raise anything
         for number, group in enumerate(optimizer.param_groups):
             clone = OptimizerCopy(optimizer, fuse=False)
             entries = clone.step(number, torch.zeros(_NUMEL, device="cpu"), torch.ones(_NUMEL, device="cpu"), {})
@@ -39,13 +39,13 @@ def probe_step(optimizer: torch.optim.Optimizer) -> StepProbe | None:
 
 
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Return how many state values each parameter element has, the most of several optimizers; 2 where it is not known."""
+    """Return the number of state values per parameter element: the maximum over optimizers, 2 if unknown."""
     found = [probe_step(optimizer) for optimizer in optimizers]
     return max((2 if made is None else sum(made.states.values()) for made in found), default=0)
 
 
 def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """Return why the optimizer's class refuses the options `others`; None where it takes them, or refuses `options`, too."""
+    """Return why the optimizer's class refuses `others`; None if it accepts them or refuses `options` as well."""
     if others == options:
         return None
     known = inspect.signature(type(optimizer)).parameters
@@ -55,7 +55,7 @@ def refusal_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], oth
         chosen = {key: value for key, value in given.items() if key in known}
         try:
             build([nn.Parameter(torch.zeros(1, device="cpu"))], **chosen)
-        except Exception as error:  # a constructor refuses with whatever its author chose
+        except Exception as error:  # constructors may raise anything
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -1,7 +1,6 @@
-"""Trial steps of an optimizer over small tensors: what its class does, asked of the class itself.
+"""Trial steps over small tensors, which show how an unknown optimizer class updates parameters.
 
-Used for classes that no table knows. A trial has the class, the options and the attributes of the user's optimizer, and
-leaves the optimizer as it is.
+A trial uses the class, options and attributes of the user's optimizer, and does not change the optimizer.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from .optimizer_copy import bare_step, copy_optimizer, mutable_attributes, optio
 from .scalars import scalar_to_json
 
 _FIRST = (8, 12)
-"""Tried before larger shapes: a rule that builds an n x n matrix for n elements in a row would take hours over those."""
+"""The first trial's shape: for larger ones, a rule that builds an n x n matrix for n elements in a row would take hours."""
 _MATRIX = (136, 192)
 """Large enough for rules that quantize only long states or factor only wide matrices."""
 _DEEPER = (8, 17, 192), (17, 8, 12, 16)
-"""Tried where the model has parameters of 3 or 4 dimensions."""
+"""Shapes for models with parameters of 3 or 4 dimensions."""
 _STEPS = 8
-"""Rules that begin with their state alone (RAdam) move parameters by then."""
+"""By then even rules that first build up state (RAdam) move parameters."""
 _CUT = 2311
-"""Elements of the first of two flat parts. No block size divides it."""
-_SHOWN = {"lr": 0.01, "initial_lr": None, "weight_decay": 0.01}
-"""Options that scale an update, and the least that a trial takes: a warm-up's first rate would hide in rounding."""
+"""Size of the first of two flat parts. No block size divides it."""
+_MIN_OPTIONS = {"lr": 0.01, "initial_lr": None, "weight_decay": 0.01}
+"""Options that scale an update -> the minimum in a trial: rounding would hide the first rate of a warm-up."""
 
 Grads = Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]
 
@@ -46,13 +45,13 @@ class Trial:
         self._optimizer, self._options = optimizer, dict(options)
         self.is_small = tuple(shape) == _FIRST  # some rules cannot be tried on so few elements
         self._shape = f"on a tensor of {' x '.join(map(str, shape))}"
-        for name, least in _SHOWN.items():
+        for name, least in _MIN_OPTIONS.items():
             value = self._options.get(name)
             if least is not None and isinstance(value, (int, float, Tensor)) and 0 <= float(value) < least:
                 self._options[name] = torch.full_like(value, least) if isinstance(value, Tensor) else least
 
     def why_not_elementwise(self) -> str | None:
-        """Say why an element's update depends on other elements; None if it does not."""
+        """Return why an element's update depends on other elements; None if it does not."""
         whole, _ = self._run()
         if torch.equal(whole, self._values[0].flatten()):
             return f"{_STEPS} steps {self._shape} moved nothing, so its rule is unknown"
@@ -63,12 +62,12 @@ class Trial:
         if not _agree(whole, parts):
             return f"it gives other results on two flat slices than on a whole parameter ({self._shape})"
         reductions = _Reductions(whole.numel())
-        with suppress(Exception):  # a compiled step may refuse to be watched; its results agree
+        with suppress(Exception):  # a compiled step may refuse dispatch modes; its results agree
             self._run(watching=reductions)
         return f"it computes {reductions.found} over a whole parameter ({self._shape})" if reductions.found else None
 
     def why_not_alone(self) -> str | None:
-        """Say why a parameter's update depends on other parameters or on other ranks; None if it does not."""
+        """Return why a parameter's update depends on other parameters or on other ranks; None if it does not."""
         collectives = _Collectives()
         alone, _ = self._run(watching=collectives)
         if collectives.found is not None:
@@ -77,12 +76,12 @@ class Trial:
             return number
         for other_first in (False, True):
             for apart in (False, True):
-                if not _agree(alone, self._beside(other_first, apart)):
+                if not _agree(alone, self._next_to_other(other_first, apart)):
                     return f"it gives a parameter another update together with others than alone ({self._shape})"
         return None
 
     def unsaveable(self) -> str | None:
-        """Return what it keeps and no checkpoint can hold; None where a checkpoint holds everything."""
+        """Return the state that a checkpoint cannot hold; None if it can hold all."""
         _, clone = self._run()
         known = {*self._options, *clone.defaults, "params"}
         held = [key for key, value in clone.param_groups[0].items() if key not in known and not _can_be_saved(value)]
@@ -106,7 +105,7 @@ class Trial:
         return None
 
     def counts(self, *, with_gradient: bool) -> set[str]:
-        """Return attributes of the optimizer and options of its groups that steps change."""
+        """Return the attributes of the optimizer and options of its groups that steps change."""
         param = nn.Parameter(self._values[0].clone())
         clone: Any = self._stepped([[param]], [(param, Tensor.clone)] if with_gradient else [])
         before = {**self._optimizer.__dict__, **self._options}
@@ -124,7 +123,7 @@ class Trial:
         return next(iter(self._run()[1].state.values()), {})
 
     def _number_of_gradients(self) -> str | None:
-        """Return the option that follows the gradients, as D-Adaptation's distance does: each rank would have its own."""
+        """Return the option that depends on gradients, as D-Adaptation's distance does: it would differ between ranks."""
         found = []
         for scale in (1.0, 3.0):
             param = nn.Parameter(self._values[0].clone())
@@ -134,7 +133,7 @@ class Trial:
         differing = [key for key, value in found[0].items() if repr(value) != repr(found[1].get(key))]
         return f"{differing[0]!r} in its groups depends on the gradients of all parameters" if differing else None
 
-    def _beside(self, other_first: bool, apart: bool) -> Tensor:
+    def _next_to_other(self, other_first: bool, apart: bool) -> Tensor:
         """Return the parameter after the same steps together with another one, in one group or in two."""
         corner = tuple(slice(0, -(-extent // 2)) for extent in self._values[0].shape)
         param, other = nn.Parameter(self._values[0].clone()), nn.Parameter(self._values[0][corner].clone() * 3)
@@ -171,7 +170,7 @@ def trials(optimizer: torch.optim.Optimizer) -> Iterator[Trial]:
     depths = {param.dim() for group in optimizer.param_groups for param in group["params"]}
     shapes = [_FIRST, _MATRIX, *(shape for shape in _DEEPER if len(shape) in depths)]
     kinds = {
-        repr({name: value for name, value in options.items() if name not in _SHOWN}): options
+        repr({name: value for name, value in options.items() if name not in _MIN_OPTIONS}): options
         for options in map(options_of, optimizer.param_groups)
     }
     with untouched(optimizer):
@@ -181,19 +180,19 @@ def trials(optimizer: torch.optim.Optimizer) -> Iterator[Trial]:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return by attribute the optimizers that it steps by (Lookahead, SAM). They have the same groups."""
+    """Return attribute -> wrapped optimizer (Lookahead, SAM). They have the same groups."""
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)}
 
 
 def trial_clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a copy over other groups, in training mode, whose steps leave the optimizer and its groups alone."""
+    """Return a copy over other groups, in training mode, whose steps do not change the optimizer and its groups."""
     clone = copy_optimizer(optimizer, groups)
     for key, value in inner_optimizers(optimizer).items():  # else the trial would step over the model's parameters
         inner = copy_optimizer(value, groups)
         inner.param_groups = clone.param_groups
         clone.__dict__[key] = inner
     train = getattr(clone, "train", None)
-    if callable(train):  # schedule-free optimizers step in no other mode
+    if callable(train):  # schedule-free optimizers step only in this mode
         train()
     return clone
 
@@ -211,7 +210,7 @@ def _can_be_saved(value: Any) -> bool:
 
 
 class _Collectives(TorchDispatchMode):
-    """Notes the first call of `torch.distributed`."""
+    """Records the first call of `torch.distributed`."""
 
     found: str | None = None
 
@@ -222,9 +221,9 @@ class _Collectives(TorchDispatchMode):
 
 
 class _Reductions(TorchDispatchMode):
-    """Notes the first operation that makes fewer numbers from at least `numel` floating-point numbers.
+    """Records the first operation that reduces at least `numel` floating-point numbers to fewer.
 
-    A rule may compute a norm that matters only for some values: results alone would not show it.
+    Results alone do not show a norm that matters only for some values.
     """
 
     found: str | None = None

@@ -1,10 +1,10 @@
-"""Values of sharded parameters one by one (`full_*`, `local_*`): the parameter, its gradient, its optimizer state.
+"""Read and write one sharded parameter, its gradient or its optimizer state (`full_*`, `local_*`).
 
-They work alike for parameters of an engine, at every stage, tier and precision, and for those created under `zero.Init` that
-no engine has yet (which have no gradient and no optimizer state).
+They work the same at every stage, tier and precision, and for parameters created under `zero.Init` that no engine has yet
+(without gradients and optimizer state).
 
 `full_*` are collectives: every rank calls them with the same parameters in the same order. `local_*` do not communicate:
-they see this rank's own elements of the parameter, row-major, 1-D, often none.
+they access this rank's elements of the parameter, row-major, 1-D, often none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Parameter:
     """Gets and sets the master values of one parameter of a sharded model.
 
     Args:
-        what: the public function, for errors.
+        what: the public function, for error messages.
 
     Raises:
         StateError: no engine has the parameter.
@@ -47,13 +47,13 @@ class _Parameter:
         self.param, self.what, self.engine = param, what, engine
         self.span, self.number = place.span, place.index
         self.slot = self.span.layout.slots[self.number]
-        self.part = self.span.part_of(self.number)  # this rank's elements; "here" is the span's slice
+        self.part = self.span.part_of(self.number)  # this rank's elements, in the span's slice
         self.wire: Wire = engine.context.wire
         self.dtype: torch.dtype = self.span.master_dtype
 
     @torch.no_grad()
     def get(self, *, local: bool) -> Tensor | None:
-        """Return a copy: this rank's elements, or the full value, a collective. None if there is none."""
+        """Return a copy: this rank's elements, or the full value, a collective. None if no value exists."""
         if local:
             return self.own()
         with self.wire.watch.operation(f"{self.what}()"):
@@ -64,11 +64,11 @@ class _Parameter:
         """Write this rank's elements, or a full value, a collective."""
         value = _plain(value)
         if local:
-            _fit(0 if self.part is None else self.part.numel, value, self.what)
+            _check_numel(0 if self.part is None else self.part.numel, value, self.what)
             reasons = [self.put(value)]
         else:
             with self.wire.watch.operation(f"{self.what}()"):
-                _same_everywhere(self.param, value, self.wire, self.what)
+                _check_equal(self.param, value, self.wire, self.what)
                 self.prepare()
                 flat = value.reshape(-1)
                 mine = flat[:0] if self.part is None else flat[self.part.source_slice]
@@ -77,7 +77,7 @@ class _Parameter:
         for reason in filter(None, reasons):
             raise StateError(reason)
 
-    # By kind ----------------------------------------------------------------------------------------------------------
+    # Overridden by gradients and states -------------------------------------------------------------------------------
 
     def own(self) -> Tensor | None:
         return self.here(self.values, self.dtype).clone() if self.exists() else None
@@ -99,26 +99,26 @@ class _Parameter:
         return self.span.values(here.start, here.stop - here.start)
 
     def put(self, mine: Tensor) -> str | None:
-        """Write this rank's elements. Returns why it cannot."""
+        """Write this rank's elements. Returns the reason if it cannot."""
         span = self.span
         self.engine.context.refuse_unsharded(self.what)
         if span.unit.is_pinned:
             return f"{self.what} was called inside zero.GatheredParameters, whose values would be old. Call it after"
         self.exists()
-        span.unit.release()  # before the write: what user code wrote to full parameters until now is older
+        span.unit.release()  # before the write: earlier writes of user code to full parameters must not replace it
         if self.part is not None:
             span.write(self.part.start, mine.to(self.dtype))
-        # Where the master is the parameter's memory, this write would look like one of user code.
+        # Where the master is the parameter's memory, observers would take this write for one of user code.
         for event in self.engine.events.writes_dropped:
             event(span.unit)
         return None
 
     def follow(self) -> None:
-        """Follow a full write. A collective."""
+        """Update full parameters after a full write. A collective."""
         if not self.engine.context.reshards:
             self.engine.refresh([self.span])
 
-    # Between ranks ----------------------------------------------------------------------------------------------------
+    # Communication ----------------------------------------------------------------------------------------------------
 
     def here(self, values: Callable[[slice], Tensor], dtype: torch.dtype) -> Tensor:
         """Return this rank's elements, on the device."""
@@ -128,7 +128,7 @@ class _Parameter:
         )
 
     def assemble(self, values: Callable[[slice], Tensor], dtype: torch.dtype) -> Tensor:
-        """Return a full value from what all ranks have of it. A collective."""
+        """Assemble a full value from the elements of all ranks. A collective."""
         span, slot = self.span, self.slot
         mine = self.read(lambda: self.here(values, dtype))
         whole = torch.empty(slot.spec.numel, dtype=dtype, device=span.device)
@@ -141,12 +141,12 @@ class _Parameter:
         return whole.view(slot.spec.shape)
 
     def read(self, values: Callable[[], Any]) -> Any:
-        """Return `values()`, which fails on every rank if it fails on one. A collective where a rank uses a disk."""
+        """Return `values()`; if it fails on one rank, raise on all. A collective where a rank uses a disk."""
         return read_on_all_ranks(self.wire, values, may_fail=self.span.context.storage.uses_disk)
 
 
 class _Trained(_Parameter):
-    """Gets and sets values that training adds to a parameter.
+    """Gets and sets the gradient or optimizer state of a parameter.
 
     Raises:
         StateError: no engine has the parameter, or it is frozen.
@@ -222,13 +222,13 @@ class _State(_Trained):
 
     def whole(self) -> Tensor | None:
         has_elements = self.has_elements()
-        told: Any = self.read(lambda: self.value.dtype if has_elements else _on_cpu(self.value))
+        sent: Any = self.read(lambda: self.value.dtype if has_elements else _on_cpu(self.value))
         if self.span.layout.shards > 1:
             owner = next((rank for rank, _ in self.span.layout.owners(self.slot)), 0)
-            told = self.wire.exchange(told)[owner]
-        if not isinstance(told, torch.dtype):
-            return _single(told)
-        return self.assemble(self.values if has_elements else lambda _: torch.empty(0, dtype=told, device="cpu"), told)
+            sent = self.wire.exchange(sent)[owner]
+        if not isinstance(sent, torch.dtype):
+            return _single(sent)
+        return self.assemble(self.values if has_elements else lambda _: torch.empty(0, dtype=sent, device="cpu"), sent)
 
     def put(self, mine: Tensor) -> str | None:
         if self.segment is None or self.part is None:
@@ -263,12 +263,12 @@ def _plain(value: Any) -> Tensor:
     return value.clone() if isinstance(value, DistributedGrad) else value
 
 
-def _fit(numel: int, value: Tensor, what: str) -> None:
+def _check_numel(numel: int, value: Tensor, what: str) -> None:
     if tuple(value.shape) != (numel,):
         raise StateError(f"{what}: this rank owns {numel} elements, found a value of shape {tuple(value.shape)}")
 
 
-def _same_everywhere(param: nn.Parameter, value: Tensor, wire: Wire, what: str) -> None:
+def _check_equal(param: nn.Parameter, value: Tensor, wire: Wire, what: str) -> None:
     answers = wire.exchange((tuple(value.shape), fingerprint(value).tolist()))
     if any(shape != tuple(param.shape) for shape, _ in answers):
         raise StateError(f"{what}: expected shape {tuple(param.shape)} on every rank, found {[s for s, _ in answers]}")
@@ -304,10 +304,10 @@ def local_parameter(param: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter a new value, the same on every rank. A collective.
+    """Set a parameter's full value, the same on every rank. A collective.
 
     Raises:
-        StateError: another shape.
+        StateError: a wrong shape.
         RankMismatchError: ranks pass different values.
     """
     what = "set_full_parameter"
@@ -315,7 +315,7 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
     if deferred is None:
         return _Parameter(param, what).set(value, local=False)
     value = _plain(value)
-    _same_everywhere(param, value, deferred.wire, what)
+    _check_equal(param, value, deferred.wire, what)
     return deferred.put(param, value)
 
 
@@ -323,14 +323,14 @@ def set_full_parameter(param: nn.Parameter, value: Tensor) -> None:
 def set_local_parameter(param: nn.Parameter, value: Tensor) -> None:
     """Write this rank's elements of a parameter.
 
-    Where the stage keeps full parameters (0 to 2) they follow with `engine.refresh()`, a collective.
+    At stages 0 to 2, which keep full parameters, call `engine.refresh()` afterwards, a collective.
     """
     what = "set_local_parameter"
     deferred = deferred_of(param)
     if deferred is None:
         return _Parameter(param, what).set(value, local=True)
     value = _plain(value)
-    _fit(deferred.slice_of(param).numel(), value, what)
+    _check_numel(deferred.slice_of(param).numel(), value, what)
     return deferred.put_local(param, value)
 
 
@@ -351,12 +351,12 @@ def local_gradient(param: nn.Parameter) -> Tensor | None:
 
 
 def set_full_gradient(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter another averaged gradient, the same on every rank. A collective.
+    """Set a parameter's averaged gradient, the same on every rank. A collective.
 
-    A parameter that had none has one from then on, and the next step updates it.
+    The next step then updates the parameter, even if it had no gradient before.
 
     Raises:
-        StateError: another shape; a frozen parameter.
+        StateError: a wrong shape; a frozen parameter.
         RankMismatchError: ranks pass different values.
     """
     _Gradient(param, "set_full_gradient").set(value, local=False)
@@ -376,7 +376,7 @@ def set_local_gradient(param: nn.Parameter, value: Tensor) -> None:
 def full_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
     """Return one full state (`exp_avg`, `momentum_buffer`, …) on every rank; None if there is none. A collective.
 
-    A state that is one value (`step`) is a tensor without dimensions.
+    A state of one value (`step`) is a 0-dim tensor.
     """
     return _State(param, "full_optimizer_state", name).get(local=False)
 
@@ -387,10 +387,10 @@ def local_optimizer_state(param: nn.Parameter, name: str) -> Tensor | None:
 
 
 def set_full_optimizer_state(param: nn.Parameter, name: str, value: Tensor) -> None:
-    """Give a parameter another optimizer state, the same on every rank. A collective.
+    """Set one full optimizer state of a parameter, the same on every rank. A collective.
 
     Raises:
-        StateError: another shape; the optimizer has no such state yet, or has it as one value for several parameters.
+        StateError: a wrong shape; the optimizer has no such state yet, or has it as one value for several parameters.
         RankMismatchError: ranks pass different values.
     """
     _State(param, "set_full_optimizer_state", name).set(value, local=False)

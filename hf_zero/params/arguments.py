@@ -21,7 +21,7 @@ def check_shard_arguments(model: Any, optimizer: Any, config: Any, more: Mapping
         more: the other keywords.
 
     Raises:
-        ConfigError: an argument has another type, or does not exist.
+        ConfigError: an argument has the wrong type, or does not exist.
     """
     if settings := {name: value for name, value in more.items() if name not in TRANSPORTS}:
         ZeroConfig(**settings)  # a name that is no setting either: its error has the closest one

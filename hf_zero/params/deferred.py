@@ -1,8 +1,8 @@
-"""Parameters that `zero.Init` creates: each rank has its part of the values until the model is sharded.
+"""Parameters created under `zero.Init`: each rank keeps its part of the values until the model is sharded.
 
-A deferred parameter is *closed* or *open*. Closed, each rank has its equal part of the row-major elements (`local`), and the
-parameter is a `DeferredParameter` whose `data` is one NaN, expanded to the true shape. Open, `data` is full, the same on every
-rank. Opening is a collective, closing needs no communication. So whether a parameter is open follows from user code alone.
+A deferred parameter is *closed* or *open*. While it is closed, each rank has an equal part of the row-major elements (`local`),
+and the parameter is a `DeferredParameter` whose `data` is one NaN, expanded to the true shape. While it is open, `data` is full
+and equal on all ranks. Opening is a collective, closing is local: user code alone decides when, the same on every rank.
 
 `local` is in memory, in this rank's own file (`store`), or in the files that the values come from (`files`): these are read,
 not copied, until something is written. Closing takes a digest of the full values: the ranks compare them later.
@@ -27,7 +27,7 @@ from .deferred_parameter import copy_deferred, make_closed
 _TAG = 1 << 16  # above every span's index, and below the highest that a wire takes
 _STORED_BYTES = 64 << 10  # smaller parts stay in memory
 WRITTEN_LOCALLY = -1
-"""The digest of values of which one rank wrote its part alone."""
+"""The digest after `put_local`: one rank wrote its part alone."""
 _plain = torch._C.DisableTorchFunction
 
 
@@ -38,24 +38,24 @@ def slice_bounds(numel: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def deferred_of(param: Tensor) -> Deferred | None:
-    """Return what has the values of a deferred parameter; None for any other, and once an engine has it."""
+    """Return the `Deferred` of a parameter; None if it is not deferred or an engine has it."""
     source = source_of(param)
     return source if isinstance(source, Deferred) else None
 
 
 class Deferred:
-    """Has the values of one deferred parameter, as `engine.parameter.ValueSource`. Keeps no reference to the parameter.
+    """Owns the values of one deferred parameter, as a source for the engine. Keeps no reference to the parameter.
 
     Args:
         local: this rank's elements, 1-D. None: the parameter is open.
-        files: all elements, in the files that they come from.
-        store: where parts that were computed are stored; None: in memory.
+        files: all elements, in their original files.
+        store: the disk for computed parts; None: keep them in memory.
 
     Attributes:
-        label: what it is called in errors. `digest`: the digest of the full values that this rank saw last.
-        is_used: a function was given it since it was registered. Before, its memory may hold anything.
-        is_cast: what a cast of a closed parameter returned.
-        session: the `Init` that gave it its label.
+        label: its name in error messages. `digest`: that of the full values when this rank last had them.
+        is_used: a function has used it. Before, its memory may be uninitialized.
+        is_cast: a cast of a closed parameter created it.
+        session: of the `Init` that labelled it.
         pins: `GatheredParameters` that need it open.
     """
 
@@ -76,8 +76,8 @@ class Deferred:
         self.digest: int | None = None
         self.is_used, self.is_cast, self.pins = False, False, 0
         self.session: object = None
-        self._kind: tuple[torch.Size, torch.dtype] | None = None  # what it was closed as before it is open
-        self._may_fail = files is not None or store is not None  # to be read; the same on every rank
+        self._kind: tuple[torch.Size, torch.dtype] | None = None  # shape and dtype before `open`
+        self._may_fail = files is not None or store is not None  # to read; the same on every rank
         self._stored: DiskArray | None = None
         self._strides: tuple[int, ...] | None = None  # of a parameter that is not row-major
         self._alias: Tensor | None = None
@@ -88,8 +88,8 @@ class Deferred:
 
     @property
     def files(self) -> OnDisk | None:
-        """All elements, where they are in the files that they come from and nowhere else."""
-        return None if self.is_open else self._files  # what an open one has may be written
+        """All elements in their original files; None once memory may hold newer ones."""
+        return None if self.is_open else self._files  # user code may write an open parameter
 
     # Values -----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Deferred:
         """Return the full values while closed. A collective.
 
         Args:
-            room: 1-D, memory to use if it is large enough and has the dtype. All of it may be overwritten.
+            room: 1-D scratch memory, used if it is large enough and has the dtype.
         """
         wire, numel = self.wire, torch.Size(shape).numel()
         per_rank = -(-numel // wire.size)
@@ -129,7 +129,7 @@ class Deferred:
                 local = torch.cat([local, local.new_zeros(per_rank - local.numel())])
             where, padded = wire.device or self.device, room[: per_rank * wire.size]
             whole = padded if padded.device == where else torch.empty_like(padded, device=where)
-            # As bytes: not every backend moves every type.
+            # As bytes: not every backend supports every dtype.
             wire.gather(whole.view(torch.uint8), local.to(where).view(torch.uint8), _TAG).close()
             if whole is not padded:
                 padded.copy_(whole)
@@ -137,7 +137,7 @@ class Deferred:
 
     @torch.no_grad()
     def put(self, param: nn.Parameter, value: Tensor) -> None:
-        """Replace the values by full ones, of which this rank keeps its part. No communication."""
+        """Set the full values; this rank keeps its part. No communication."""
         with _plain():
             if self.is_open:
                 param.data.copy_(value)
@@ -147,7 +147,7 @@ class Deferred:
 
     @torch.no_grad()
     def put_local(self, param: nn.Parameter, values: Tensor) -> None:
-        """Replace this rank's elements, and close the parameter: its full values are old. No communication.
+        """Set this rank's elements and close the parameter, whose full values are outdated. No communication.
 
         Raises:
             StateError: `GatheredParameters` needs it open.
@@ -161,14 +161,14 @@ class Deferred:
             self.local, self._files = self._put_away(self.values().clone().copy_(values)), None
         self._alias, self.digest = None, WRITTEN_LOCALLY
 
-    # Between closed and open ------------------------------------------------------------------------------------------
+    # Open and close ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def open(self, param: nn.Parameter, *, fill: bool = True) -> None:
         """Give the parameter full values. A collective.
 
         Args:
-            fill: False: only the memory, for code that overwrites it.
+            fill: False: allocate memory only, for code that overwrites it.
         """
         if self.is_open:
             return
@@ -182,7 +182,7 @@ class Deferred:
                 if whole is None:
                     strides = self._strides or torch.empty(shape, device="meta").stride()
                     whole = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-                if fill:  # also into an alias, which another rank may not have
+                if fill:  # even an alias: other ranks may have none, and this is a collective
                     whole.copy_(self.full(shape))
             param.__class__ = nn.Parameter
             param.data = whole
@@ -191,10 +191,10 @@ class Deferred:
 
     @torch.no_grad()
     def close(self, param: nn.Parameter, *, keep: bool = True) -> None:
-        """Keep this rank's part of the full values alone.
+        """Keep only this rank's part of the full values.
 
         Args:
-            keep: False: the values from before `open`.
+            keep: False: discard changes since `open`.
         """
         if not self.is_open:
             return
@@ -218,7 +218,7 @@ class Deferred:
             self.digest = digest(whole.reshape(-1))
 
     def _put_away(self, part: Tensor) -> Values:
-        """Store a part for the time that it is closed. Without room on disk it stays in memory."""
+        """Store the part of a closed parameter: on disk if possible, else in memory."""
         if self._store is None or part.nbytes < _STORED_BYTES:
             return part
         self._unstore()
@@ -239,7 +239,7 @@ class Deferred:
 
     @property
     def has_alias(self) -> bool:
-        """Return whether user code refers to full memory of the closed parameter. Takes what it wrote there."""
+        """Return whether user code refers to full memory of the closed parameter. Copies its writes first."""
         self._follow()
         if self._alias is not None and _holders(self._alias) < 2:
             self._alias = None
@@ -252,7 +252,7 @@ class Deferred:
             self._keep(alias, alias.reshape(-1)[self._mine(alias.numel())].clone())
 
     def follow(self, param: nn.Parameter) -> None:
-        """Take what was written through other tensors, before the ranks are compared."""
+        """Copy writes through aliases, before ranks compare digests."""
         self._follow()
         if self.is_open and self.wire.size > 1:
             with _plain():
@@ -260,7 +260,7 @@ class Deferred:
 
     @torch.no_grad()
     def cast(self, param: nn.Parameter, change: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """Return a closed parameter whose part is `change` of this one's. Values that stay as they are stay in their files."""
+        """Return a closed parameter whose part is `change(part)`. Unchanged values stay in their files."""
         self._follow()
         with _plain():
             like = change(torch.empty(0, dtype=param.dtype, device=self.device))
@@ -270,7 +270,7 @@ class Deferred:
         return closed_parameter(made, param.shape, like.dtype, False)
 
     def take(self, param: nn.Parameter, cast: Deferred, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Take the values of what `cast` returned, for this parameter or for another one."""
+        """Take the values of a cast of this parameter or another one."""
         if cast.local is not self.local and cast.local is not None:
             self.local, self._files = self._put_away(fetch(cast.local)), None
         self._alias, self.device = None, cast.device
@@ -289,10 +289,10 @@ class Deferred:
             made._strides = _kept_strides(param.data) if self.is_open else self._strides
         return closed_parameter(made, param.shape, param.dtype, param.requires_grad)
 
-    # As a source of an engine -----------------------------------------------------------------------------------------
+    # Source for an engine ---------------------------------------------------------------------------------------------
 
     def memory(self, param: nn.Parameter) -> Tensor | None:
-        """Return the full values, where another tensor may share their memory; else None."""
+        """Return the full values if another tensor may share their memory, else None."""
         if self.is_open:
             with _plain():
                 return param.detach()
@@ -318,7 +318,7 @@ class Deferred:
 
 
 def closed_parameter(deferred: Deferred, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
-    """Return a new closed parameter whose values `deferred` has: this rank's elements, or all of them in files."""
+    """Return a new closed parameter over the values of `deferred`."""
     with _plain():
         param = nn.Parameter(torch.empty(0, dtype=dtype, device=deferred.device), requires_grad=requires_grad)
         make_closed(param, shape, dtype, deferred.device)

@@ -1,7 +1,7 @@
-"""The class of a parameter that `zero.Init` created and that is closed: its values are with the ranks.
+"""The class of closed parameters, whose values are split over the ranks (see `deferred`).
 
-Every torch function that is given one arrives here, unless `zero.Init` is entered and opens the parameter first. Functions of
-shape, dtype and device are answered. All others raise: values cost a collective, which user code may call on one rank alone.
+It intercepts every torch function, unless an entered `zero.Init` opens the parameter first. Functions of shape, dtype and
+device return. All others raise: values need a collective, and user code may read them on one rank alone.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _plain = torch._C.DisableTorchFunction
 
 _ANSWERED = frozenset({"__repr__", "__format__", "untyped_storage"})
 _LAYOUT = frozenset({"is_contiguous", "storage_offset", "stride"})
-"""Answered for the memory that the parameter has when it is open, as are `zeros_like` and its siblings."""
+"""They describe the memory of the open parameter, as `zeros_like` and its siblings do."""
 _CASTS = frozenset({"to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"})
 
 
 class InitMode(TorchFunctionMode):
-    """Sends every torch function through `zero.Init`, which opens their parameters; inside that, functions are plain."""
+    """Passes every torch function to `zero.Init`, which opens its parameters. Functions that `Init` calls are plain."""
 
     def __init__(self, init: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class InitMode(TorchFunctionMode):
 
 
 def current_init() -> Any:
-    """Return the outermost `zero.Init` that is entered; None if there is none."""
+    """Return the outermost entered `zero.Init`, or None."""
     return next((mode.init for mode in _get_current_function_mode_stack() if isinstance(mode, InitMode)), None)
 
 
@@ -58,12 +58,12 @@ def _attribute(func: Any) -> str:
 class DeferredParameter(nn.Parameter):
     """A closed parameter: torch functions that read or write its values raise `StateError`.
 
-    Casts and moves return another closed one, which `param.data = …` takes: `model.half()` works on each rank's part. A
-    full value can be copied in: each rank takes its part.
+    Casts and moves return another closed parameter, which `param.data = …` accepts: `model.half()` converts each rank's part.
+    `copy_` from a full value stores each rank's part.
     """
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-        """Return a plain parameter: `type(p)(tensor)` is how libraries make another one of the same class."""
+        """Return a plain parameter, because libraries call `type(p)(tensor)`."""
         return nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -157,8 +157,8 @@ def make_closed(param: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, d
 
 
 def copy_deferred(param: nn.Parameter) -> None:
-    """Let copies of an open parameter be deferred, too: a copied module registers nothing."""
-    reference = weakref.ref(param)  # copies of attributes must not keep the parameter
+    """Make copies of an open parameter deferred as well: copying a module does not register its parameters."""
+    reference = weakref.ref(param)  # copied attributes must not keep the parameter alive
 
     def __deepcopy__(memo: dict[int, Any]) -> nn.Parameter:
         param: Any = reference()

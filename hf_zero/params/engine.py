@@ -1,4 +1,4 @@
-"""`zero.Engine`: the core's engine with what its observers can do."""
+"""`zero.Engine`: the core engine plus the features of its observers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from . import loss_weights
 from .offload_states import StateOffload
 from .unsharded import PinnedUnits, same_on_all_ranks
 
-_ELSEWHERE = {
+_DEEPSPEED_NAMES = {
     "backward": "write loss.backward()",
     "step": "write optimizer.step() and optimizer.zero_grad()",
     "save_checkpoint": "write engine.save(folder)",
@@ -41,23 +41,23 @@ _ELSEWHERE = {
 
 
 class Engine(core.Engine):
-    """One sharded model in training. Made by `zero.shard`; see there."""
+    """Trains one sharded model. Returned by `zero.shard`; see there."""
 
     _state_offload: StateOffload | None = None
 
     if not TYPE_CHECKING:  # mypy would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
-            advice = f": {_ELSEWHERE[name]} (hf_zero's docs/migration.md)" if name in _ELSEWHERE else ""
+            advice = f": {_DEEPSPEED_NAMES[name]} (hf_zero's docs/migration.md)" if name in _DEEPSPEED_NAMES else ""
             raise AttributeError(f"'Engine' object has no attribute '{name}'{advice}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("an Engine cannot be called. Write model(...), with the model that zero.shard received")
 
     def report(self) -> Report:
-        """Return what is stored where, in bytes of this rank: predicted, and measured now.
+        """Return this rank's memory by tier, in bytes: predicted, and measured now.
 
-        While `record` measures, the report has peaks, traffic and waits, too.
+        While `record` measures, the report also has peaks, traffic and waits.
         """
         return self._records.report()
 
@@ -68,13 +68,13 @@ class Engine(core.Engine):
         first_step: int = 0,
         about: Mapping[str, Any] | None = None,
     ) -> Recorder:
-        """Measure every step from now on: `report` shows peaks, traffic and waits then. Ended by `Recorder.close`.
+        """Measure every step until `Recorder.close`. `report` then has peaks, traffic and waits.
 
         Args:
             folder: where every step is appended to `zero_steps.jsonl` (other ranks: `zero_steps.rank1.jsonl`, …), for
                 `hf-zero report`. None: no file.
             first_step: steps before this one, for a run that continues another.
-            about: what else is known of the run, as plain values for JSON: `hf-zero report` shows `model` and `max_steps`.
+            about: further facts about the run, as JSON values: `hf-zero report` shows `model` and `max_steps`.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -83,7 +83,7 @@ class Engine(core.Engine):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Return the recorder that `record` made last, until it is closed."""
+        """Return the recorder of the last `record`, until it is closed."""
         return self._records.recorder
 
     def compile(self, *, using: Compile | None = None, **options: Any) -> None:
@@ -106,8 +106,8 @@ class Engine(core.Engine):
     ) -> dict[str, Any]:
         """Return this rank's part of a batch that the `sp_size` ranks of its group share. A collective.
 
-        `model(**local).loss` is the mean over the tokens of all ranks, the same on every rank, and its backward gives the
-        gradients of one process with the whole sequences. Works with `sp_size=1`, too.
+        `model(**local).loss` is the mean over the tokens of all ranks, the same on every rank. Its backward computes the
+        gradients of one process with the whole sequences. Also works with `sp_size=1`.
 
         Args:
             batch: the whole batch of the group, the same on its ranks: `input_ids` or `inputs_embeds` (rows x tokens), and
@@ -148,13 +148,13 @@ class Engine(core.Engine):
     def weigh(self, loss: Tensor, weight: float | Tensor, total: float | None = None) -> Tensor:
         """Scale `loss` so that a step's gradient is the weighted mean over the samples of all ranks, as in one process.
 
-        Every rank runs as many forwards and backwards. One without samples runs any batch with weight 0.
+        Every rank must run the same number of forwards and backwards. A rank without samples runs any batch with weight 0.
 
         Args:
             loss: the (weighted) mean over this rank's samples, 0-dim.
-            weight: what these samples weigh together: their number, their tokens, or the sum of their weights.
-            total: `total_weight` of what this rank has in the whole step, where a step has several backwards. None: this is
-                the step's only backward; a collective then.
+            weight: the total weight of these samples: their number, their tokens, or the sum of their weights.
+            total: `total_weight` of this rank's samples of the whole step, if a step has several backwards. None: this is the
+                step's only backward, and the call is a collective.
 
         Raises:
             ConfigError: see `total_weight`; a loss that is not one number; a weight above `total`; `sp_size`.
@@ -176,7 +176,7 @@ class Engine(core.Engine):
         return loss_weights.scale_loss(loss, weight, total, self.world_size)
 
     def own_buffers(self) -> AbstractContextManager[None]:
-        """Leave every rank its own buffers: forwards inside are like those of the module that DDP wraps."""
+        """Let every rank use its own buffers inside, as forwards of the module that DDP wraps do."""
         return self.context.own_buffers()
 
     @contextmanager
@@ -187,14 +187,14 @@ class Engine(core.Engine):
             StateError: inside a backward.
         """
         context = self.context
-        if context.is_unsharded:  # the outer one decides
+        if context.is_unsharded:  # the outer context decides
             yield
             return
         if backward_id() >= 0:
             raise StateError("zero.unsharded cannot begin in a backward. Begin it before the forward")
         self.schedule.quiesce()
         self.wait_for_host_steps()
-        self.follow_writes()  # inside, nothing is sent
+        self.follow_writes()  # no rank sends writes inside
         for event in self.events.before_unsharded:
             event()
         pinned = PinnedUnits(context, self.units, "zero.unsharded", exact=not in_compute_dtype)
@@ -208,9 +208,9 @@ class Engine(core.Engine):
             pinned.end(pinned.written())
 
     def offload_states(self) -> None:
-        """Move all that is stored on the device to host memory, until `reload_states`. Call it on every rank.
+        """Move everything stored on the device to host memory, until `reload_states`. Call it on every rank.
 
-        It makes room for other programs that share the device. Nothing can be computed or saved meanwhile.
+        This frees device memory for other programs. Forwards, steps and saves raise until then.
 
         Raises:
             StateError: states are in host memory already.
@@ -233,7 +233,7 @@ class Engine(core.Engine):
         """Move everything back, the same to the bit. A collective where the stage keeps full parameters.
 
         Raises:
-            StateError: nothing is away.
+            StateError: no states are offloaded.
         """
         with self.wire.watch.operation("Engine.reload_states"):
             if self._state_offload is None:
@@ -248,14 +248,13 @@ class Engine(core.Engine):
 
     @property
     def layout(self) -> Layout:
-        """Which rank owns which elements; integers only."""
+        """Return which rank owns which elements; integers only."""
         return self.context.layout
 
     def shown_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Show the model as after `model.to(dtype)` inside the block, for forwards without a graph; masters are as before.
+        """Run forwards inside as after `model.to(dtype)`, without a graph; masters do not change. Call it on every rank.
 
-        Where full parameters stay, that takes a second copy of them in this dtype, else one of a unit at a time. On every
-        rank.
+        At stages 0 to 2 this takes a second copy of all parameters in this dtype, at stage 3 one of a unit at a time.
         """
         return self.observer(OtherDtype).shown_in(dtype)
 

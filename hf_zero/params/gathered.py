@@ -1,7 +1,6 @@
-"""Full parameters for a while: of some (`GatheredParameters`), of a model's (`unsharded`).
+"""Gather full parameters inside a block: some (`GatheredParameters`) or a whole model's (`unsharded`).
 
-They work alike for parameters of an engine, at every stage and precision, and for those created under `zero.Init` that no
-engine has yet.
+`GatheredParameters` works the same at every stage and precision, and for parameters that no engine has yet (`zero.Init`).
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ class GatheredParameters:
     """Gather full parameters: `with zero.GatheredParameters(params, modifier_rank=0):`. A collective at entry and exit.
 
     Inside, every rank has full values, in the parameters' own dtypes, from the master weights. All parameters of the units of
-    `params` are readable; edits of `params` alone are checked and kept. In nested contexts the outer one decides for the
-    parameters that it has. Plain parameters are left alone.
+    `params` are readable; only edits of `params` are checked and kept. In nested contexts the outer one decides for its
+    parameters. Plain parameters do not change.
 
     Args:
         params: a parameter, several, or a module for all of its parameters.
-        modifier_rank: whose edits are kept, on every rank. None: no rank may edit.
+        modifier_rank: the rank whose edits all ranks keep. None: no rank may edit.
         enabled: False to do nothing.
 
     Raises:
-        StateError: at exit, on every rank: a parameter was edited without `modifier_rank`. All values are then as they were,
+        StateError: at exit, on every rank: a parameter was edited without `modifier_rank`. All values are then restored,
             as after any exception inside.
 
     Example:
@@ -48,7 +47,7 @@ class GatheredParameters:
     """
 
     _open: ClassVar[list[GatheredParameters]] = []
-    """Contexts that are entered and not left, the outermost first."""
+    """Entered contexts, outermost first."""
 
     def __init__(
         self,
@@ -111,10 +110,10 @@ class GatheredParameters:
 
 @torch.no_grad()
 def _keep_edits(group: _Sharded | _Created, modifier: int | None) -> None:
-    """Keep what `modifier` wrote. A collective.
+    """Keep the edits of rank `modifier`. A collective.
 
     Raises:
-        StateError: a rank wrote without being allowed to.
+        StateError: an edit without `modifier_rank`, or a changed shape.
     """
     wire = group.wire
     if modifier is None and group.is_free:
@@ -148,7 +147,7 @@ class _Sharded:
     """Parameters of one engine.
 
     Attributes:
-        is_free: edits belong to an outer context, also without `modifier_rank`.
+        is_free: an outer `unsharded` accepts edits, even without `modifier_rank`.
     """
 
     fingerprints: list[list[int]]
@@ -172,7 +171,7 @@ class _Sharded:
         self._units = PinnedUnits(self._context, units, "GatheredParameters", apart=True)
 
     def full(self, number: int) -> Tensor:
-        """Return the full values of one parameter, as user code may have written them."""
+        """Return the full values of one parameter, with user code's edits."""
         place = self._places[number]
         return place.span.view(place.index)
 
@@ -184,7 +183,7 @@ class _Sharded:
         return f"parameter {place.span.name_of(place.index)!r}"
 
     def keep(self, number: int, values: Tensor) -> None:
-        """Make full values the parameter's. The same on every rank; `values` is what `full` returned, written in place."""
+        """Write full values, equal on all ranks, to the master; `values` is the result of `full`, edited in place."""
         span, index = self._places[number].span, self._places[number].index
         write_back(span, index, values.view(-1))
         self._kept.setdefault(span, []).append(index)
@@ -194,7 +193,7 @@ class _Sharded:
             self._units.end(self._kept)
         for unit in self._apart:
             unit.ignores_writes = False
-            for event in self._context.events.writes_dropped:  # an outer context's unit: what was written here is known
+            for event in self._context.events.writes_dropped:  # a unit of an outer context: these writes are handled
                 event(unit)
 
 
@@ -213,10 +212,10 @@ class _Created:
 
     def gather(self) -> None:
         for number, (param, deferred) in enumerate(zip(self.params, self._sources)):
-            deferred.close(param)  # the values to come back to, if it is open just now
+            deferred.close(param)  # the values to restore, if it is open now
             deferred.open(param)
             if deferred.wire.size == 1:
-                param.data = param.data.clone()  # the values to come back to are its memory
+                param.data = param.data.clone()  # its memory is the values to restore
             deferred.pins += 1
             self._pinned[number] = deferred
 
@@ -226,7 +225,7 @@ class _Created:
         return values if is_same else torch.empty(shape, dtype=dtype, device=values.device)
 
     def check_shapes(self) -> str:
-        """Return the name of a parameter whose values have another shape or dtype now; empty if none has."""
+        """Return an error if a parameter's shape or dtype has changed; else an empty string."""
         for number, (param, kind) in enumerate(zip(self.params, self._kinds)):
             if (param.shape, param.dtype) != kind:
                 return f"{self.name(number)} has another shape or dtype: {param.dtype} {tuple(param.shape)}"
@@ -250,22 +249,22 @@ class _Created:
 
 @contextmanager
 def unsharded(model: nn.Module, *, in_compute_dtype: bool = False) -> Iterator[None]:
-    """Gather the whole model: `with zero.unsharded(model):`. A collective at its beginning and its end.
+    """Gather the whole model: `with zero.unsharded(model):`. A collective at entry and exit.
 
     For phases of generation, averages of weights, `merge_and_unload`, and code that reads `named_parameters()`. Weights are
-    gathered once, from the masters; forwards and `generate` inside gather nothing. What is written to parameters inside is
-    kept, also after an exception: make the same edit on every rank. `state_dict()`, saving and the accessors inside see it.
+    gathered once, from the masters; forwards and `generate` inside gather nothing. Edits inside are kept,
+    also after an exception: make the same edit on every rank. `state_dict()`, saving and the accessors inside see it.
     Backwards, optimizer steps and loads are refused. A nested context of the same model does nothing, and `GatheredParameters`
-    inside gathers nothing. A model without an engine is left alone.
+    inside gathers nothing. A model without an engine does not change.
 
     Args:
-        in_compute_dtype: weights as forwards use them: under bf16 and fp16 half the memory, and no cast in each forward. Use it
-            for generation. False: in their own dtypes, as they are saved.
+        in_compute_dtype: gather weights in the dtype of forwards: under bf16 and fp16 half the memory, and no casts. Use it
+            for generation. False: gather them in their own dtypes, as they are saved.
 
     Raises:
-        OutOfMemoryError: on every rank, at the beginning: how much is missing where.
+        OutOfMemoryError: on every rank, at entry: the full parameters do not fit.
         StateError: the model was created under zero.Init and has no engine yet.
-        RankMismatchError: at the end, on every rank: the ranks have made different edits.
+        RankMismatchError: on every rank, at exit: the ranks made different edits.
     """
     engine = engine_of(model)
     if engine is None:

@@ -1,12 +1,12 @@
 """`zero.Init`: build models larger than one rank's memory as usual; each rank keeps its part of every parameter.
 
-Two official mechanisms of torch, both removed at exit: the registration hooks of nn.Module report every new parameter, and a
-`TorchFunctionMode` reports every torch function. A new parameter is full until another module gets a parameter or a child is
-attached; then it is closed (`deferred`). A function that reads or writes a closed one opens it first, so that whatever a
-constructor does with values gives the plain result. What is open at once is never more than the largest module's own
-parameters, or the arguments of one function.
+It uses two public mechanisms of torch, both removed at exit: registration hooks of nn.Module see every new parameter, and a
+`TorchFunctionMode` sees every torch function. A new parameter is full until another module registers a parameter or a child is
+attached; then it is closed (`deferred`). A function that reads or writes a closed parameter opens it first, so constructors
+compute the same values as without `zero.Init`. At most the parameters of the largest module, or the arguments of one function,
+are open at once.
 
-Every rank runs the same code, and draws the same random numbers: that makes the values, and which parameters are open, equal.
+Every rank runs the same code and draws the same random numbers, so values and open parameters are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,7 @@ from ..tiers.disk import Disk
 from ..tiers.host import return_freed_memory, returning_freed_memory
 from ..tiers.tier import Meter
 from .deferred import Deferred, deferred_of
-from .deferred_parameter import (
-    DeferredParameter,
-    InitMode,
-    copy_deferred,
-    current_init,
-    is_new_parameter,
-    needs_values,
-)
+from .deferred_parameter import DeferredParameter, InitMode, copy_deferred, current_init, is_new_parameter, needs_values
 from .rank_equality import ParameterDigest, check_equal
 
 Pair = tuple[nn.Parameter, Deferred]
@@ -54,7 +47,7 @@ _FROM_PRETRAINED = LazyFunction("transformers", "huggingface.from_pretrained", "
 
 _REGISTER = nn.Module.register_parameter
 _TRIM_BYTES = 16 << 20
-"""Most that closed parameters may leave in the allocator before it must give it back."""
+"""Bytes that closed parameters may leave in the allocator before `malloc_trim` returns them."""
 _malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 OVERWRITES = frozenset(
@@ -70,33 +63,33 @@ OVERWRITES = frozenset(
 class Init:
     """Create models sharded: `with zero.Init(): model = …`.
 
-    The model is of its plain type, its parameters of their true shape and dtype. Each rank holds its equal part of every
+    The model keeps its type, and parameters show their true shape and dtype. Each rank holds its equal part of every
     parameter, and full buffers. `zero.shard`, `accelerator.prepare` and the Trainer continue from there. Every rank runs the
-    same code inside, on one thread. A nested context is part of the outer one. Enter another one later to change values of a
-    deferred model, or use `zero.GatheredParameters`.
+    same code inside, on one thread. A nested context is part of the outer one. To change values of a deferred model
+    later, enter another one or use `zero.GatheredParameters`.
 
-    Values, and the random state afterwards, are bit for bit those of the plain constructor. Every rank draws every number: rank
-    0's, if the ranks were seeded differently; each has its own state again afterwards.
+    Values, and the random state afterwards, equal those of the plain constructor bit for bit. Every rank draws every number. If
+    ranks were seeded differently, all use rank 0's state inside and their own again afterwards.
 
     Args:
         offload_params: as in the `ZeroConfig` that the model will be sharded with. With `disk` or `auto`, `from_pretrained`
-            leaves values in their safetensors files until something changes or needs them. Frozen ones that `shard` puts on
-            disk are read from these files from then on. The files must stay as they are; a change is an error. With `disk`,
-            parts that are computed are stored in a file in `offload_dir` from the start.
+            leaves values in their safetensors files until something changes or needs them. If `shard` places frozen ones on
+            disk, training reads them from these files. The files must not change; a change is an error. With `disk`,
+            computed parts are stored in a file in `offload_dir` from the start.
         offload_dir: as in that `ZeroConfig`.
         enabled: False to do nothing.
         stall_s: as in that `ZeroConfig`.
 
     Raises:
-        StateError: outside, before the model is sharded: user code reads or writes values of a parameter.
-        RankMismatchError: on every rank, at the end or where a parameter is used: the ranks computed different values, or use
+        StateError: outside the context, before the model is sharded: user code accesses values of a parameter.
+        RankMismatchError: on every rank, at exit or where a parameter is used: the ranks computed different values, or used
             different parameters.
 
     Attributes:
         wire: the ranks.
-        peak_numel: the most parameter elements that were full at once so far.
-        bytes_read: by this rank, of weight files.
-        leaves_at_rest: values may stay in their files.
+        peak_numel: the largest number of parameter elements that were full at once so far.
+        bytes_read: bytes of weight files that this rank has read.
+        leaves_at_rest: whether values may stay in their files.
 
     Example:
         >>> with zero.Init():
@@ -121,15 +114,15 @@ class Init:
         self.peak_numel = self.bytes_read = 0
         self._depth = self._thread = 0
         self._stack = ExitStack()
-        self._current: nn.Module | None = None  # whose parameters are being registered
+        self._current: nn.Module | None = None  # the module whose parameters are being registered
         self._open: dict[int, Pair] = {}  # least recently used first
         self._aliased: weakref.WeakSet[Deferred] = weakref.WeakSet()  # closed, while user code refers to full memory
         self._session = object()
-        self._known: list[weakref.ref[Deferred]] = []  # all that were registered or used, in that order
-        self._largest_numel = 0  # of the parameters that one module holds itself
+        self._known: list[weakref.ref[Deferred]] = []  # registered or used, in that order
+        self._largest_numel = 0  # in one module, without its children
         self._freed_bytes = 0
         self._seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._own_random: list[Tensor] | None = None  # of this rank before, where it was not rank 0's
+        self._own_random: list[Tensor] | None = None  # this rank's state before, if it differed from rank 0's
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -143,7 +136,7 @@ class Init:
         if self._stores:
             with on_all_ranks(self.wire, "zero.Init", kind=RankMismatchError):
                 self._store = Disk(self._folder, self.wire.rank, Meter())
-            return_freed_memory()  # in training, too: most of such a model is on disk
+            return_freed_memory()  # also in training: most of such a model is on disk
         self._own_random, self._session = None, object()
         self.align_random_states()
         self._thread = threading.get_ident()
@@ -153,7 +146,7 @@ class Init:
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             stack.callback(register_module_module_registration_hook(self._on_module).remove)
             stack.enter_context(InitMode(self))
-            if (patched_loading := _FROM_PRETRAINED.if_installed()) is not None:  # also if it is imported inside
+            if (patched_loading := _FROM_PRETRAINED.if_installed()) is not None:  # even if imported inside
                 stack.enter_context(patched_loading(self))
             self._stack = stack.pop_all()
         self._depth = 1
@@ -179,9 +172,9 @@ class Init:
         """Close everything, also after an exception. No communication."""
         self._current = None
         for module in list(self._seen):
-            self._sweep(module)
+            self._defer_unregistered(module)
         self._close_all()
-        self._store = None  # deferred parameters keep it
+        self._store = None  # deferred parameters keep it open
         self._aliased.clear()
         self._seen = weakref.WeakKeyDictionary()
         if self._own_random is not None:
@@ -203,12 +196,12 @@ class Init:
         with torch._C.DisableTorchFunction():
             self._seen[module] = True
             if nn.Module.register_parameter is not _REGISTER:
-                return  # `init_empty_weights` of accelerate and PEFT makes a meta parameter of it
+                return  # `init_empty_weights` of accelerate and PEFT replaces it by a meta parameter
             label = f"{type(module).__name__}.{name}"
             if param is None or not _can_be_deferred(param):
                 known = None if param is None else deferred_of(param)
                 if known is not None:
-                    self._note(known, label)
+                    self._number(known, label)
                 return
             if module is not self._current:
                 self._close_all()
@@ -225,13 +218,13 @@ class Init:
             self._close_all()
             self._current = None
             pending = [child] if child is not None and child not in self._seen else []
-            while pending:  # made without registration, as copies are
+            while pending:  # created without registration, as copies are
                 module = pending.pop()
                 self._seen[module] = True
-                self._sweep(module)
+                self._defer_unregistered(module)
                 pending += [each for each in module._modules.values() if each is not None and each not in self._seen]
 
-    def _sweep(self, module: nn.Module) -> None:
+    def _defer_unregistered(self, module: nn.Module) -> None:
         for name, param in module._parameters.items():
             if param is not None and _can_be_deferred(param):
                 self._begin(param, f"{type(module).__name__}.{name}")
@@ -242,12 +235,12 @@ class Init:
         deferred = Deferred(self.wire, device=param.device, store=self._store)
         set_source(param, deferred)
         copy_deferred(param)
-        self._note(deferred, label)
+        self._number(deferred, label)
         self._open[id(param)] = (param, deferred)
-        self._note_peak()
+        self._update_peak()
 
-    def _note(self, deferred: Deferred, label: str = "") -> None:
-        """Number a parameter among all that were registered or used: the same on every rank."""
+    def _number(self, deferred: Deferred, label: str = "") -> None:
+        """Number a parameter by its first registration or use: the same on every rank."""
         if deferred.session is not self._session:
             deferred.session = self._session
             name = label or deferred.label.partition(" (")[0]
@@ -263,7 +256,7 @@ class Init:
                 self._aliased.discard(each)
 
     def _close(self, keep: Collection[int] = (), limit_numel: int = -1) -> None:
-        """Close the least recently used ones, but for `keep`, until all others have at most `limit_numel` elements."""
+        """Close least recently used parameters, except `keep`, until the others have at most `limit_numel` elements."""
         others = {key: pair for key, pair in self._open.items() if key not in keep}
         left = _numel(param for param, _ in others.values())
         for key, (param, deferred) in others.items():
@@ -276,13 +269,13 @@ class Init:
                 if deferred.has_alias:
                     self._aliased.add(deferred)
                 self._freed_bytes += param.numel() * param.element_size()
-        # Parts that are smaller than what `returning_freed_memory` maps lie between holes of malloc's heap.
+        # Parts too small for `returning_freed_memory` to map leave holes in malloc's heap.
         if self._freed_bytes >= _TRIM_BYTES and _malloc_trim is not None and self.wire.size > 1:
             self._freed_bytes = 0
             _malloc_trim(0)
 
-    def _bring(self, found: list[Pair], overwritten: nn.Parameter | None, what: str) -> None:
-        """Open what the function `what` is about to use."""
+    def _open_arguments(self, found: list[Pair], overwritten: nn.Parameter | None, what: str) -> None:
+        """Open the parameters that the function `what` is about to use."""
         used = {id(param) for param, _ in found}
         self._close(used, max(0, self._largest_numel - _numel(param for param, _ in found)))
         self._agree(what, [each for param, each in found if not each.is_open and param is not overwritten])
@@ -290,26 +283,26 @@ class Init:
             deferred.open(param, fill=param is not overwritten)
             self._open.pop(id(param), None)
             self._open[id(param)] = (param, deferred)
-        self._note_peak()
+        self._update_peak()
 
     def _agree(self, what: str, found: list[Deferred]) -> None:
-        """Check that every rank gathers the same values. A collective where there are some.
+        """Check that every rank gathers the same values. A collective if there are any.
 
         Raises:
-            RankMismatchError: on every rank: one reads alone, or has written alone.
+            RankMismatchError: on every rank: one rank reads, or has written, alone.
         """
         if found and self.wire.size > 1:
             for each in found:
-                self._note(each)
+                self._number(each)
             mine = [ParameterDigest(each.label, each.digest, each.is_used) for each in found]
             what = f"{what} of {mine[0].name}"
             with self.wire.watch.operation(what):
                 check_equal(self.wire, what, mine)
 
-    def _note_peak(self) -> None:
+    def _update_peak(self) -> None:
         self.peak_numel = max(self.peak_numel, _numel(param for param, _ in self._open.values()))
 
-    # What the mode calls ----------------------------------------------------------------------------------------------
+    # Torch functions --------------------------------------------------------------------------------------------------
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call one torch function, with the deferred parameters among its arguments opened."""
@@ -331,11 +324,11 @@ class Init:
         is_alone = uses == 1 and any(first is param for param, _ in closed)
         overwrites = is_alone and (name in OVERWRITES or name == "__set__")
         if closed or len(self._open) > 1:
-            self._bring(pairs, first if overwrites else None, name)
+            self._open_arguments(pairs, first if overwrites else None, name)
         for param, deferred in pairs:
             deferred.is_used = True
-            self._note(deferred, f"a parameter of shape {tuple(param.shape)}")
-        if closed and is_new_parameter(func, 2):  # which wants a tensor of the class that it gave
+            self._number(deferred, f"a parameter of shape {tuple(param.shape)}")
+        if closed and is_new_parameter(func, 2):  # it requires a tensor of the class that it passed
             return nn.Parameter(first.detach().clone(), requires_grad=False)
         try:
             return func(*args, **kwargs)
@@ -359,7 +352,7 @@ def _numel(params: Iterable[Tensor]) -> int:
 
 
 def _align_random_states(wire: Wire) -> list[Tensor] | None:
-    """Let every rank draw rank 0's numbers. Returns this rank's own states if they were others."""
+    """Set rank 0's random states on every rank. Returns this rank's own states if ranks differed."""
     if wire.size == 1:
         return None
     device = wire.device or torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Losses of ranks that have different numbers of samples, or samples of different weight.
+"""Weight the losses of ranks with different numbers of samples, or samples of different weight.
 
-The engine averages gradients over ranks, which counts every rank alike. A loss that is scaled here by weight · ranks / total
-before its backward makes that average the weighted mean over all samples: exact at every stage and tier, with accumulation,
-clipping and `step_in_backward`, because nothing after the loss is different.
+The engine averages gradients over ranks with equal weights. Scaling each loss by weight · ranks / total turns that average into
+the weighted mean over all samples. It is exact at every stage and tier, with accumulation, clipping and `step_in_backward`,
+because only the loss changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def sum_over_ranks(wire: Wire, weight: float | Tensor, problem: str | None = Non
     """Return the sum of all ranks' weights; one scalar all-reduce. A collective.
 
     Args:
-        problem: what this rank refuses. Every rank raises then.
+        problem: an error of this rank, which every rank raises.
 
     Raises:
         ConfigError: on every rank: a rank's weight is not a finite number of at least 0, or all are 0. Names the rank.
@@ -29,7 +29,7 @@ def sum_over_ranks(wire: Wire, weight: float | Tensor, problem: str | None = Non
     value = _number(weight)
     if problem is None and not 0 <= value < math.inf:
         problem = f"expected a weight that is a finite number of at least 0, found {weight!r}"
-    # NaN in the sum tells the others of a problem. Which one costs a second message only then.
+    # A NaN in the sum signals a problem. Only then a second message says which.
     mine = torch.tensor(math.nan if problem else value, dtype=torch.float64, device=home_device())
     total = float(wire.sum_scalar(mine))
     if not math.isfinite(total):
@@ -44,7 +44,7 @@ def sum_over_ranks(wire: Wire, weight: float | Tensor, problem: str | None = Non
 
 
 def loss_problem(loss: Tensor) -> str | None:
-    """Return what is wrong with a loss to weigh; None if nothing is."""
+    """Return the problem of a loss to weigh, or None."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         found = f"shape {tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         return f"expected a loss of one floating-point number, the mean over this rank's samples, found {found}"
@@ -54,7 +54,7 @@ def loss_problem(loss: Tensor) -> str | None:
 def scale_loss(loss: Tensor, weight: float | Tensor, total: float, ranks: int) -> Tensor:
     """Scale `loss` so that the mean over ranks of its gradients is the sum of weight · gradient / total.
 
-    A weight of 0 gives 0 with gradients of 0, also where the loss is NaN, as a mean over no samples is.
+    A weight of 0 gives a loss and gradients of 0, even if the loss is NaN, as a mean over no samples is.
 
     Raises:
         ConfigError: a weight below 0 or above `total`; a total that is not positive.

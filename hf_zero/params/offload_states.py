@@ -1,7 +1,7 @@
-"""Make room for other programs on the device: move what is stored there to host memory, and back.
+"""Offload states for a while: move everything stored on the device to host memory, and back.
 
-Spans, segments and the optimizer's tensors stay the same objects. Only their memory is another, so what is moved can be read
-meanwhile. All that computes with it raises until it is back (`Context.states_offloaded`).
+Spans, segments and the optimizer's tensors stay the same objects over other memory, so their values can still be read.
+Forwards, steps and saves raise until `reload`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..tiers.tier import Tier
 
 
 class StateOffload:
-    """Moves all that one model stores, once. Nothing is gathered that the stage releases, and nothing is under way."""
+    """Moves everything that one model stores, once. Requires released units and no running transfers."""
 
     def __init__(self, context: Context, bindings: Sequence[Binding]) -> None:
         self._context, self._bindings = context, bindings
         self._spans = [span for unit in context.units for span in unit.spans]
         self._states: list[Tensor] = []
-        self._aliases: set[Span] = set()  # whose masters were the memory of `local`
+        self._aliases: set[Span] = set()  # spans whose masters shared the memory of `local`
 
     @torch.inference_mode(False)  # the optimizer updates what is allocated here
     @torch.no_grad()
@@ -35,7 +35,7 @@ class StateOffload:
         """Move everything to host memory."""
         stays = [*dict.fromkeys(span.unit for span in self._spans if span.is_persistent)]
         for unit in stays:
-            for event in self._context.events.unit_released:  # what user code wrote until now is in the masters
+            for event in self._context.events.unit_released:  # observers write user code's edits to the masters
                 event(unit)
         self._context.states_offloaded = True
         for span in self._spans:

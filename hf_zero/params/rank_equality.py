@@ -1,4 +1,4 @@
-"""Deferred parameters have the same values on every rank: digests are compared where values are gathered, and at the end."""
+"""Check that deferred parameters are equal on all ranks: compare digests at each gather and at the end of `zero.Init`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .deferred import WRITTEN_LOCALLY, deferred_of
 
 
 class ParameterDigest(NamedTuple):
-    """A deferred parameter as one rank saw it."""
+    """The digest of a deferred parameter's values on one rank."""
 
     name: str
     digest: int | None
@@ -22,11 +22,11 @@ class ParameterDigest(NamedTuple):
 
 
 def check_equal(wire: Wire, what: str, mine: Sequence[ParameterDigest | None], *, unused: bool = False) -> None:
-    """Compare the values with which the ranks closed parameters. A collective.
+    """Compare the values of closed parameters over the ranks. A collective.
 
     Args:
-        mine: in the same order on every rank; None: the parameter is gone.
-        unused: compare parameters that no function was given, too. Their memory may hold anything.
+        mine: in the same order on every rank; None: the parameter was deleted.
+        unused: also compare parameters that no function has used. Their memory may be uninitialized.
 
     Raises:
         RankMismatchError: on every rank, with the first parameter that differs.
@@ -63,10 +63,10 @@ def _refuse_different(what: str, values: Sequence[str]) -> None:
 
 
 def check_deferred_equal(model: nn.Module) -> None:
-    """Compare the deferred parameters of a model over the ranks, before it is sharded. A collective where there are some.
+    """Compare a model's deferred parameters over the ranks before it is sharded. A collective if it has any.
 
     Raises:
-        RankMismatchError: on every rank: they have other values.
+        RankMismatchError: on every rank: values differ.
         StateError: `GatheredParameters` holds one open.
     """
     mine: list[ParameterDigest] = []

@@ -1,4 +1,4 @@
-"""`zero.shard`: the engine with everything that observes it."""
+"""`zero.shard`: build the engine and attach its observers."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def shard(
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the default process group. A collective.
 
-    The training loop stays as it was: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
+    The training loop does not change: `model(x).loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
 
     Args:
         model: on its final device, in its final dtype; or made under `zero.Init`.
-        optimizer: over this model's parameters, with or without state; several in a list; None to evaluate only.
+        optimizer: over this model's parameters, with or without state; a list of several; None to evaluate only.
         config: the settings; stage 2 by default.
         mixed_precision: `no`, `bf16` or `fp16`: the forward runs under autocast.
-        device: where to compute, for a model that is in host memory: units move there one after another, which needs no
-            more device memory than training does. None: where the model is.
-        machine: measured speeds, for `auto`. Without, typical ones order the choices.
-        transports: what bytes move with; see `hf_zero.engine.shard`.
+        device: the device to compute on, for a model in host memory: units move there one by one, which takes no more device
+            memory than training. None: the model's device.
+        machine: measured speeds, for `auto`. Default: typical speeds.
+        transports: the transports of bytes; see `hf_zero.engine.shard`.
 
     Returns:
         The engine.
 
     Raises:
-        ConfigError: settings; a model that is sharded already.
+        ConfigError: invalid settings; a model that is already sharded.
         LayoutError: a model on several devices or on the meta device, an optimizer over other parameters.
         UnsupportedOptimizerError: an optimizer that cannot step over a sharded model.
         RankMismatchError: ranks differ in structure or values; names the first difference, on every rank.
@@ -88,7 +88,7 @@ def shard(
 
 
 def unwrap_compiled(model: nn.Module) -> tuple[nn.Module, Compile | None]:
-    """Return the module inside `torch.compile(model)`, and what compiles with the same settings. The wrapper calls it."""
+    """Return the module inside `torch.compile(model)`, which the wrapper then calls, and a function that compiles as it did."""
     inner, compile_ = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
     if not isinstance(inner, nn.Module) or compile_ is None:
         return model, None
@@ -97,7 +97,7 @@ def unwrap_compiled(model: nn.Module) -> tuple[nn.Module, Compile | None]:
 
 
 def _check_first_forward(engine: Engine) -> None:
-    """Check the loader of each batch until a forward builds a graph, and never again."""
+    """Check the data loader at each forward, up to the first that builds a graph."""
 
     def check(*_: object) -> None:
         if (check_loader := _CHECK_LOADER.if_loaded()) is not None:

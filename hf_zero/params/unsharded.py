@@ -1,7 +1,7 @@
-"""Full parameters for a while: units that stay gathered, whatever passes do, with values from the masters.
+"""Pinned units: full parameters from the masters that stay gathered, whatever forwards and backwards run.
 
-A span's parameters lie in another buffer meanwhile where the usual one is not what user code is to see: it has another dtype
-than the parameters, or codes rounded it. Such a buffer is dropped at the end, never written back by accident.
+A span uses a temporary buffer where its usual one has another dtype than the parameters or rounded values (a wire format).
+That buffer is dropped at the end; only explicit edits are written back.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..tiers.fingerprint import digest
 
 
 class PinnedUnits:
-    """Keeps full parameters of units gathered, from creation to `end`. A collective. Leaves out units that are pinned.
+    """Keeps units gathered, from creation to `end`. A collective. Skips units that are already pinned.
 
     Args:
-        what: is done, for errors.
-        exact: parameters are in their own dtype, and not in the one that forwards use.
-        apart: what is written can be dropped: where the stage keeps full parameters, others are shown.
+        what: the operation, for error messages.
+        exact: gather in the parameters' own dtype, not in the one that forwards use.
+        apart: use temporary buffers even where the stage keeps full parameters, so that edits can be dropped.
 
     Raises:
-        OutOfMemoryError: on every rank: the device of one has no memory for it.
+        OutOfMemoryError: on every rank: one rank's device has too little memory.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PinnedUnits:
             unit.is_pinned = True
 
     def written(self) -> dict[Span, Sequence[int]]:
-        """Give the masters what was written to full parameters. Returns the spans, with all their parameters."""
+        """Copy edits of full parameters to the masters. Returns the edited spans, with all their parameters."""
         found: dict[Span, Sequence[int]] = {}
         for unit in self.units:
             for span in unit.spans:
@@ -105,7 +105,7 @@ class PinnedUnits:
     def refuse_writes(self) -> None:
         """
         Raises:
-            StateError: user code wrote full parameters. The optimizer's tensors of them were written, too.
+            StateError: user code wrote full parameters as well as the optimizer's tensors.
         """
         for span, known in self._known.items():
             if not span.master_is_local and digest(span.full) != known:
@@ -115,7 +115,7 @@ class PinnedUnits:
                 )
 
     def renew(self) -> None:
-        """Gather again: the masters were written. A collective."""
+        """Gather again after a write to the masters. A collective."""
         if self._context.reshards:
             for unit in self.units:
                 unit.state = State.SHARDED
@@ -128,23 +128,23 @@ class PinnedUnits:
         """Release the units.
 
         Args:
-            kept: parameters that were written, by span and index. Their masters have the values.
+            kept: span -> indices of edited parameters, whose masters have the new values.
         """
         for unit in self.units:
             unit.is_pinned = False
             if not self._context.reshards:
                 self._hide(unit, kept)
-            # What was written is in the masters, or is to be forgotten: no release may find it once more.
+            # The masters have the edits to keep: a release must not find them, or the dropped ones, again.
             for event in self._context.events.writes_dropped:
                 event(unit)
             for span in unit.spans:
-                # Views that user code took inside would crash the process if their memory were resized.
+                # Views that user code took inside would crash the process after a resize of their memory.
                 if span.is_freed_in_place and span.has_outside_views:
                     span.move_to_new_storage()
             unit.release()
-            self._hide(unit, {})  # of a unit that could not be gathered
+            self._hide(unit, {})  # if the unit could not be gathered
             coded = [span for span in unit.spans if span.codec is not None and kept.get(span)]
-            if coded and not self._context.reshards:  # what codes stand for, as after every gather
+            if coded and not self._context.reshards:  # show decoded values, as after every gather
                 unit.mark_old(coded)
                 unit.gather()
                 unit.wait()
@@ -159,7 +159,7 @@ def same_on_all_ranks(context: Context) -> None:
     """Compare full parameters over the ranks. A collective.
 
     Raises:
-        RankMismatchError: ranks have different ones; on every rank, names the first.
+        RankMismatchError: on every rank: they differ; names the first span.
     """
     spans = [span for unit in context.units for span in unit.spans]
     everyone = context.wire.exchange([digest(span.full[: span.layout.used_numel]) for span in spans])

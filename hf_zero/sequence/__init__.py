@@ -1,4 +1,4 @@
-"""Long sequences: one sample divided among ranks. Attaches to the engine through `Observer` alone."""
+"""Observers for long sequences. They attach to the engine only through `Observer`."""
 
 from __future__ import annotations
 

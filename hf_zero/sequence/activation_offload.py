@@ -1,8 +1,8 @@
 """Offload of activations: inputs of checkpointed blocks leave the device after forward and return before the block's backward.
 
 Rasley et al., "ZeRO-Infinity" (arXiv 2104.07857), section 5.1.2. `torch.utils.checkpoint` saves a block's inputs as autograd
-saves any tensor, so hooks for saved tensors around that one call see these inputs and nothing else. What they return is owned
-by the graph: it lives as long as a backward may need it, and its memory comes back whichever way the graph ends.
+saves any tensor, so saved-tensor hooks around that call see only these inputs. The graph owns the objects that the hooks return
+and frees them with itself, however it ends.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _autograd: Any = torch._C._autograd
 
 
 class OffloadedTensor:
-    """A tensor that has left the device. Autograd's graph owns it.
+    """A tensor moved off the device. Autograd's graph owns it.
 
     Attributes:
         host: its elements in host memory; None once they are on disk.
         array: its elements on disk; None without that tier.
         leaving, writing: transfers to the host and to the disk.
-        arriving: memory that is filled, and the transfer that fills it, from `prefetch` until the graph takes it.
-        before: the tensor that was packed before this one, which a backward needs after it.
-        of: the device's storage, to recognise a tensor that several blocks share.
+        arriving: the destination and the transfer of a prefetch, until the graph takes the tensor.
+        before: the previously packed tensor, which a backward needs next.
+        of: the storage on the device, to recognise a tensor that several blocks share.
         is_stale: user code wrote to the tensor before it was copied.
-        dropped: receives memory and transfers when the graph releases this.
+        dropped: queue for memory and transfers when the graph frees this tensor.
     """
 
     __slots__ = ("__weakref__", "array", "arriving", "before", "dropped", "dtype", "host", "is_stale", "leaving", "numel",
@@ -66,17 +66,17 @@ class OffloadedTensor:
         self.is_stale = False
 
     def __del__(self) -> None:
-        # The collector may run this anywhere, also inside a lock of the disk: the observer releases the memory later.
+        # The garbage collector may run this while the disk's lock is held, so the observer releases the memory later.
         filled, transfer = self.arriving or (None, DONE)
         self.dropped.append((self.host, self.array, filled, (self.leaving, self.writing, transfer)))
 
 
 ReleasedMemory = tuple[Tensor | None, DiskArray | None, Tensor | None, tuple[Inflight, ...]]
-"""Host memory, disk space, memory that is being filled, and the transfers that use them."""
+"""Host memory, disk space, a prefetch's destination, and the transfers that use them."""
 
 
 class HostBuffers:
-    """Host memory of any size, used again. Never more than was in use at once."""
+    """Reuses host memory of any size; holds at most the peak that was in use at once."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -114,20 +114,20 @@ class HostBuffers:
 class ActivationOffload(Observer):
     """Moves inputs of checkpointed blocks to host memory or disk between forward and backward.
 
-    On a GPU nothing waits on the host: a copy to the host runs while its block computes, and the next block's kernels wait for
-    it on the device, so that at most two inputs wait there. The disk takes `WRITTEN_INPUTS` at a time.
+    On a GPU the host never waits: a copy to the host runs while its block computes, and the next block's kernels wait for
+    it, so the device holds at most two inputs. At most `WRITTEN_INPUTS` are being written to disk.
     """
 
     def __init__(self, config: ZeroConfig) -> None:
         self._tier = config.offload_activations
         self._is_used = False
-        """A checkpointed block's input has left the device."""
+        """An input of a checkpointed block was offloaded."""
         self._depth = 0
         self._handles: list[Any] = []
         self._undo = contextlib.ExitStack()
         self._dropped: deque[ReleasedMemory] = deque()
         self._leaving: tuple[OffloadedTensor, Tensor, int] | None = None
-        """The last tensor that left, its memory on the device, and its version."""
+        """The last offloaded tensor, its memory on the device, and its version."""
         self._writing: list[weakref.ref[OffloadedTensor]] = []
         self._shared: weakref.WeakValueDictionary[Any, OffloadedTensor] = weakref.WeakValueDictionary()
         self._last: Callable[[], OffloadedTensor | None] = lambda: None
@@ -155,9 +155,9 @@ class ActivationOffload(Observer):
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if backward_id() >= 0:  # a recomputation: what it saves is needed at once
+        if backward_id() >= 0:  # a recomputation saves tensors that are needed at once
             return
-        if self._depth:  # inside another one, or Ctrl-C ended that
+        if self._depth:  # nested, or Ctrl-C ended the outer one
             self._depth = min(self._depth, calls_of([each() for each in self._hooked]) - 1)
         self._depth += 1
         if self._depth == 1:
@@ -176,7 +176,7 @@ class ActivationOffload(Observer):
             return
         self._undo.close()
         self._wait_for_last_copy()
-        for reference in self._writing:  # a disk that fails is an error of this pass
+        for reference in self._writing:  # raise a disk's failure in this forward
             if (kept := reference()) is not None:
                 self._wait_for_disk(kept)
         self._reclaim()
@@ -196,13 +196,13 @@ class ActivationOffload(Observer):
             return
         outer = _autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
-            yield  # a block inside a checkpointed one, which recomputes it
+            yield  # nested in a checkpointed block, which recomputes this one
             return
         with saved_tensors_hooks(partial(self._pack, outer), self._unpack):
             yield
 
     def _pack(self, outer: Any, tensor: Tensor) -> Any:
-        """Start to move an activation. Masks, positions and parameters stay, for the hooks outside of these."""
+        """Start to offload an activation. Masks, positions and parameters go to the outer hooks."""
         if not (tensor.requires_grad and tensor.is_floating_point() and tensor.device == self._device) or (
             isinstance(tensor, nn.Parameter)
             or tensor.layout is not torch.strided
@@ -216,7 +216,7 @@ class ActivationOffload(Observer):
             return kept
         try:
             return self._offload(tensor, where)
-        except ZeroError as error:  # it stays on the device; all ranks raise at the end of the pass
+        except ZeroError as error:  # the tensor stays on the device; all ranks raise at the end of the forward
             self._note(error)
             return tensor if outer is None else (outer[1], outer[0](tensor))
 
@@ -235,7 +235,7 @@ class ActivationOffload(Observer):
         return kept
 
     def _wait_for_last_copy(self) -> None:
-        """Let the device wait for the last copy to the host, so that its source may be freed or written."""
+        """Make the device wait for the last copy to the host, so that its source may be freed or written."""
         if self._leaving is None:
             return
         (kept, flat, version), self._leaving = self._leaving, None
@@ -257,7 +257,7 @@ class ActivationOffload(Observer):
             kept.writing = OnDisk(kept.array).begin_write(kept.host)
 
     def _wait_for_disk(self, kept: OffloadedTensor) -> bool:
-        """Wait until the disk has `kept`, and return True; if that fails, it stays in host memory."""
+        """Wait for the write of `kept` and return True. On failure it stays in host memory."""
         self._write(kept)
         array = kept.array
         if array is None:
@@ -321,7 +321,7 @@ class ActivationOffload(Observer):
             target = torch.empty(kept.numel, dtype=kept.dtype, device=self._device)
             kept.arriving = target, link.copy_to_device(kept.host, target)
         elif kept.array is not None:
-            # Whole pages, which the disk fills without a copy; where the device is no host memory, on their way to it.
+            # Full pages, which the disk reads into directly; a GPU gets them from host memory afterwards.
             own = link.shares_memory
             target = link.empty(kept.numel, kept.dtype) if own else self._buffers.take(kept.numel, kept.dtype)
             kept.arriving = target, OnDisk(kept.array).begin_read(target)
@@ -329,7 +329,7 @@ class ActivationOffload(Observer):
     # Memory -----------------------------------------------------------------------------------------------------------
 
     def _reclaim(self, *, waits: bool = False) -> None:
-        """Use memory again that graphs have dropped, once no transfer uses it."""
+        """Reuse the memory of freed tensors once no transfer uses it."""
         for _ in range(len(self._dropped)):
             host, array, filled, transfers = found = self._dropped.popleft()
             if not waits and not all(each.ready for each in transfers):
@@ -352,7 +352,7 @@ class ActivationOffload(Observer):
 
 
 def _around_saving(around: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
-    """Let `torch.utils.checkpoint` save the inputs of blocks within `around()` inside the block."""
+    """Patch `torch.utils.checkpoint` to save the inputs of blocks inside `around()`."""
     module: Any = sys.modules["torch.utils.checkpoint"]
     found: Attributes = []
     for name, method in _SAVING:
@@ -373,5 +373,5 @@ def _within(around: Callable[[], Any], stock: Callable[..., Any]) -> Callable[..
 
 
 def observers(config: ZeroConfig) -> Sequence[Observer]:
-    """Return the observer of one engine, if it offloads activations."""
+    """Return the observer of one engine if it offloads activations."""
     return [] if config.offload_activations == "none" else [ActivationOffload(config)]

@@ -1,4 +1,4 @@
-"""The ranks that share one sample, and how they exchange parts of tensors: differentiable all-to-all."""
+"""The ranks that share one sample, and a differentiable all-to-all between them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..comm.inflight import Count
 from ..comm.wire import Wire
 
 TAG = 1 << 16
-"""Message tag of every exchange: above the tags of spans, so that no gather or reduce can meet one."""
+"""Message tag, above the tags of spans, so that it never matches a gather or reduce."""
 KIND = "sequence"
-"""Under which `traffic` counts what the exchanges send."""
+"""Kind of these messages in `traffic`."""
 
 
 class SequenceGroup:
-    """S neighbouring ranks; this rank has part `index` of `size`. Creating one of several ranks is a collective.
+    """Neighbouring ranks; this rank has part `index` of `size`. Creating a group is a collective if `size` is above 1.
 
     Args:
         wire: the wire of all ranks.

@@ -3,9 +3,9 @@
 Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3; Bekman et al., "Arctic Long Sequence Training" (arXiv
 2506.13996), section 3.2. Before attention each rank has all heads of its tokens, during attention all tokens of its heads.
 
-The attention is one of transformers' registered implementations, around the one that the user chose: models call it as they
-call any other. It needs the mask of the whole sequence, so the mask function is registered, too, and returns a `SequenceMask`.
-A call that gets another mask did not come through it, and is refused.
+The attention is one of transformers' registered implementations, around the one that the user chose: models call it like
+any other. It needs the mask of the whole sequence, so a mask function is registered as well, which returns a `SequenceMask`.
+A call with any other mask bypassed that function and is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HARMLESS = {"position_ids", "labels", "shift_labels", "num_items_in_batch", "ca
 
 
 class _Name(str):
-    """Names the divided attention in a configuration. A copy, which may outlive the engine, gets the user's choice instead."""
+    """Names the divided attention in a configuration. Copies, which may outlive the engine, become the user's choice."""
 
     chosen: str
     model: weakref.ref[nn.Module]
@@ -45,14 +45,14 @@ class _Name(str):
 
 @dataclass(eq=False)
 class SequenceMask:
-    """The mask of a whole sequence, in the form that the chosen implementation takes, and whose part this rank computes."""
+    """The mask of a whole sequence, in the form of the chosen implementation, and this rank's part."""
 
     part: Part
     mask: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the stock mask. A model that gets a mask reads it to decide whether to make one."""
+        """Return the shape of the stock mask, which models read to decide whether to create a mask."""
         return (self.part.rows, 1, self.part.local, self.part.local)
 
     @property
@@ -61,7 +61,7 @@ class SequenceMask:
 
 
 class SequenceAttention:
-    """Registers attention and mask for one model. Outside of a divided forward they are the chosen implementation.
+    """Registers attention and mask for one model. Outside of divided forwards they call the chosen implementation.
 
     Attributes:
         active: the part that the running forward computes; None: whole sequences.
@@ -75,8 +75,8 @@ class SequenceAttention:
         self._undo: list[Callable[[], object]] = []
 
     def register(self, configs: list[Any], model: nn.Module) -> None:
-        """Make the attention of every part of `model` with one of these configurations ours."""
-        if not configs:  # without transformers, which others need not import
+        """Select our attention for every submodule of `model` with one of these configurations."""
+        if not configs:  # other models work without transformers
             return
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -102,15 +102,15 @@ class SequenceAttention:
         self._undo.clear()
 
     def _mask(self, chosen: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the mask of the whole sequence while a part of it is computed."""
+        """Return the mask of the whole sequence in a divided forward."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         function, part = ALL_MASK_ATTENTION_FUNCTIONS[chosen], self.active
         if part is None or args:
             return function(*args, **kwargs)
-        if isinstance(kwargs.get("attention_mask"), SequenceMask):  # of the model around this one
+        if isinstance(kwargs.get("attention_mask"), SequenceMask):  # from the model around this one
             if part.tokens < part.length and part.causal_mask is None:
-                # Without padding there may be no mask to pass on, and this model would make one of another kind.
+                # Without padding there may be no mask to pass, and this model would create a different one.
                 raise ConfigError(
                     f"sp_size={self.group.size} does not divide rows of {part.tokens} tokens. This model passes masks to "
                     "another model, which needs that. Pad the rows to a multiple, and pass attention_mask"
@@ -125,14 +125,14 @@ class SequenceAttention:
             _refuse("a mask that the model adds to", "an attention mask of its own")
         mask_function = kwargs["mask_function"]
         if part.packed is not None and not both_ways:
-            mask_function = _apart(mask_function, part.position_ids, part.packed)
+            mask_function = _separate_packed(mask_function, part.position_ids, part.packed)
             kwargs["allow_is_causal_skip"] = False
         mask = part.full_mask if both_ways else part.causal_mask
         whole = {"q_length": part.length, "kv_length": part.length, "q_offset": 0, "kv_offset": 0}
         attention_mask = None if mask is None else mask.to(kwargs["device"], torch.bool)
         made = function(**{**kwargs, **whole, "mask_function": mask_function, "attention_mask": attention_mask})
         if isinstance(made, Tensor) and made.is_floating_point() and part.tokens < part.length:
-            # A query that may see nothing, as left padding, gets the mean of all tokens: of those that fill up the rows, too.
+            # A query without visible tokens (left padding) averages all tokens, which must exclude those that fill up the rows.
             made = made.clone()
             made[..., part.tokens :] = -torch.inf
         return SequenceMask(part, made)
@@ -153,7 +153,7 @@ class SequenceAttention:
         if not isinstance(mask, SequenceMask):
             if self.active is not None:
                 _refuse(f"{type(module).__name__} with a mask of type {type(mask).__name__}", "attention of its own")
-            with patched(_shown_in(module, chosen)):
+            with patched(_patched_attributes(module, chosen)):
                 return function(module, query, key, value, mask, *args, **kwargs)
         part, size = mask.part, self.group.size
         self.calls += 1
@@ -168,13 +168,13 @@ class SequenceAttention:
         sinks = _own_sinks(module, self.group)
         if "s_aux" in kwargs:
             kwargs["s_aux"] = sinks
-        with patched(_shown_in(module, chosen, heads // (pairs * repeats), sinks)):
+        with patched(_patched_attributes(module, chosen, heads // (pairs * repeats), sinks)):
             out, _ = function(module, query, key, value, mask.mask, **kwargs)
         return all_to_all(self.group, 1, 2, out)[0], None
 
 
-def _apart(mask_function: Callable[..., Any], position_ids: Tensor, packed: Tensor) -> Callable[..., Any]:
-    """Return a mask function in which packed sequences do not see one another, as transformers makes it."""
+def _separate_packed(mask_function: Callable[..., Any], position_ids: Tensor, packed: Tensor) -> Callable[..., Any]:
+    """Return transformers' mask function that separates packed sequences."""
     from transformers import masking_utils
 
     made = getattr(masking_utils, "packed_sequence_compatibility_function", None)
@@ -184,7 +184,7 @@ def _apart(mask_function: Callable[..., Any], position_ids: Tensor, packed: Tens
 
 
 def _implementation(chosen: str, module: nn.Module) -> Callable[..., Any]:
-    """Return the function that the module would call; `eager` is one of each model's file."""
+    """Return the function that the module would call; each model's file has its own `eager`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if chosen != "eager":
@@ -214,7 +214,7 @@ def _check_arguments(
 
 
 def heads_text(name: str, heads: int, size: int) -> str:
-    """Return the message for heads that ranks cannot share out."""
+    """Return the message for heads that do not divide evenly among ranks."""
     fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
     return f"sp_size={size} does not divide the {heads} attention heads of {name}. Choose one of {fitting}"
 
@@ -226,13 +226,13 @@ def _refuse(found: str, what: str) -> None:
     )
 
 
-def _shown_in(module: nn.Module, chosen: str, groups: int = 0, sinks: Tensor | None = None) -> Attributes:
-    """Return what a module shows to the chosen implementation, for `replaced`.
+def _patched_attributes(module: nn.Module, chosen: str, groups: int = 0, sinks: Tensor | None = None) -> Attributes:
+    """Return attributes of a module that the chosen implementation reads, for `replaced`.
 
     Args:
         chosen: its name, which flash attention reads in the configuration.
-        groups: query heads that share a key-value head, after key-value heads were repeated. 0: as they are.
-        sinks: those of this rank's heads, one number for each. Python finds them before the module's parameter.
+        groups: query heads per key-value head, after key-value heads were repeated. 0: no change.
+        sinks: one per head of this rank. As an instance attribute they hide the module's parameter.
     """
     found: Attributes = []
     if (config := getattr(module, "config", None)) is not None:
@@ -255,7 +255,7 @@ def check_model(model: nn.Module, size: int) -> list[Any]:
     """Return the configurations of the model, whose attention `SequenceAttention` replaces.
 
     Raises:
-        ConfigError: the model cannot be divided along the sequence; says why.
+        ConfigError: the model cannot be divided along the sequence.
     """
     known = sys.modules.get("transformers.modeling_utils")
     inner = [] if known is None else [each for each in model.modules() if isinstance(each, known.PreTrainedModel)]

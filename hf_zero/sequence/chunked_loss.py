@@ -1,9 +1,9 @@
 """The language-model loss in chunks of tokens: logits of sequence x vocabulary never exist.
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009), describe the memory; here chunks are
-computed in the forward and again in the backward. The head returns `LazyLogits`: they know the hidden states and what the model
-does to logits element by element (a cap, a scale, a cast). Their cross entropy is computed in chunks. Any other operation
-computes them whole, as the stock head does.
+computed in the forward and again in the backward. The head returns `LazyLogits`, which record the hidden states
+and the model's element-wise operations on logits (a cap, a scale, a cast). Their cross entropy is computed in chunks. Any other
+operation computes all of them, as the stock head does.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class LogitsSource:
     """Origin of logits.
 
     Attributes:
-        autocast: what `torch.autocast` takes to compute as this forward did.
-        number: of the optimizer's step that follows.
+        autocast: the arguments of `torch.autocast` in this forward.
+        number: that of the next optimizer step.
     """
 
     loss: ChunkedLoss
@@ -65,12 +65,12 @@ class LogitsSource:
 
 
 class LazyLogits(Tensor):
-    """Logits of a head that are computed when something needs them.
+    """Logits of a head that are computed on demand.
 
     Attributes:
         source: their head and forward.
-        hidden: its input.
-        steps: what the model did to each logit since.
+        hidden: the head's input.
+        steps: the model's element-wise operations since.
         value: the logits, once they are computed.
         has_graph: whether they were computed with gradients enabled.
     """
@@ -91,7 +91,7 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Released parameters are gathered through their `__torch_function__`: it stays on where a head's weight is read.
+        # Released parameters are gathered through their `__torch_function__`, which must work where a head's weight is read.
         with nullcontext() if func is F.cross_entropy else torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
@@ -119,7 +119,7 @@ def _value_of(name: str, logits: LazyLogits) -> Tensor:
 
 
 def _apply_lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return what `func` makes of logits without computing them; None if it needs them."""
+    """Return the result of `func` without computing the logits; None if it needs them."""
     logits = args[0] if args else kwargs.get("input")
     if not isinstance(logits, LazyLogits) or logits.value is not None:
         return None
@@ -149,7 +149,7 @@ def _apply_lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
             return _derive(logits, hidden.reshape(*shape[:-1], width))
     if func is Tensor.__getitem__ and not kwargs:
         wanted = torch.empty(logits.shape, device="meta")[rest[0]]
-        # A view with the whole vocabulary. Numbers of words would be no indices of the hidden states.
+        # A view with the whole vocabulary. Token ids cannot index hidden states.
         if wanted._base is not None and wanted.dim() and (wanted.shape[-1], wanted.stride(-1)) == (logits.shape[-1], 1):
             part = hidden[rest[0]]
             return _derive(logits, part) if part.shape[-1] == width else None
@@ -157,7 +157,7 @@ def _apply_lazily(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _is_row(value: Any, logits: LazyLogits) -> bool:
-    """Return True for a constant of the vocabulary, such as the bias of BART's logits."""
+    """Return whether a value is a constant per vocabulary entry, such as the bias of BART's logits."""
     if not isinstance(value, Tensor) or value.requires_grad or not value.dim():
         return False
     return value.numel() == value.shape[-1] == logits.shape[-1]
@@ -168,7 +168,7 @@ def _derive(logits: LazyLogits, hidden: Tensor, steps: tuple[Step, ...] | None =
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss of each token, from hidden states and the head's weight. The backward computes the logits again."""
+    """Loss of each token from hidden states and the head's weight. The backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -190,7 +190,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         by_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # In float32 at least: sums of many chunks would lose bits in a narrower type.
+        # At least float32: sums over many chunks would lose bits in a narrower type.
         wide = torch.promote_types(weight.dtype, torch.float32)
         by_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         by_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
@@ -211,7 +211,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 by_weight += by_logits.t() @ hidden[part]
             if by_bias is not None:
                 by_bias += by_logits.sum(0, dtype=wide)
-            del by_logits  # the next chunk gets the memory
+            del by_logits  # the next chunk reuses its memory
         return (
             by_hidden,
             None if by_weight is None else by_weight.to(weight.dtype),
@@ -231,16 +231,16 @@ def _in_chunks(*args: Any) -> Tensor:
 
 
 class ChunkedLoss(Observer):
-    """Lets heads of language models return `LazyLogits` in forwards with labels."""
+    """Makes heads of language models return `LazyLogits` in forwards with labels."""
 
     def __init__(self, config: ZeroConfig) -> None:
         self._mode = config.chunked_loss
         self._handles: list[Any] = []
         self._heads: list[nn.Linear] = []
         self._is_active = self._is_chunked = False
-        """Inside a forward with labels; its cross entropy was computed in chunks."""
+        """A forward with labels runs; its cross entropy was computed in chunks."""
         self._number = 0
-        """Counts optimizer steps: logits of earlier weights cannot be computed any more."""
+        """Number of optimizer steps: logits of earlier weights can no longer be computed."""
 
     def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         """
@@ -293,7 +293,7 @@ class ChunkedLoss(Observer):
             )
 
     def _call(self, head: nn.Linear, *args: Any, **kwargs: Any) -> Any:
-        """Stand for `head(hidden)`, before any hook of the head."""
+        """Replace `head(hidden)`, before any hook of the head."""
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not self._is_active or not isinstance(hidden, Tensor) or backward_id() >= 0 or not hidden.numel():
             return head._call_impl(*args, **kwargs)
@@ -317,7 +317,7 @@ class ChunkedLoss(Observer):
 
         Raises:
             ConfigError: the model's own forward needs them.
-            StateError: the weights are others now.
+            StateError: an optimizer step has changed the weights.
         """
         is_late = logits.source.number != self._number
         if logits.value is not None and (logits.has_graph or is_late or not torch.is_grad_enabled()):
@@ -350,7 +350,7 @@ class ChunkedLoss(Observer):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        """Return the cross entropy, computed in chunks; None if these arguments need the whole logits."""
+        """Return the cross entropy, computed in chunks; None if these arguments need all logits."""
         if weight is not None or size_average is not None or reduce is not None or target.is_floating_point():
             return None
         if logits.dim() != 2 or target.dim() != 1:
@@ -399,5 +399,5 @@ def _autocast_of(values: Tensor) -> tuple[str, torch.dtype, bool]:
 
 
 def observers(config: ZeroConfig) -> Sequence[Observer]:
-    """Return the observer of one engine, if it computes the loss in chunks."""
+    """Return the observer of one engine if it computes the loss in chunks."""
     return [] if config.chunked_loss is False else [ChunkedLoss(config)]

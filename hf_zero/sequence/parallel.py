@@ -1,4 +1,4 @@
-"""Sequence parallelism of one engine: which forwards are divided, and what their losses weigh."""
+"""Sequence parallelism of one engine: divide forwards along the sequence and weight their losses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .attention import SequenceAttention, check_model
 from .parts import IGNORED, Part, divide, part_of, share_of
 
 PROBED_TOKENS = 4
-"""Tokens per rank of the comparison in the first forward, where rows have so many."""
+"""Tokens per rank in the check of the first forward, if rows have so many."""
 
 
 class SequenceParallel(Observer):
-    """Divides forwards that train along the sequence, and leaves all others whole.
+    """Divides training forwards along the sequence. All others run on whole sequences.
 
-    A forward is divided if its arguments come from `local`; with `automatic` set, every forward that trains is.
+    A forward is divided if its arguments come from `local`, or, with `automatic`, if it trains.
 
     Attributes:
-        automatic: divide what a prepared loader gives a forward in training.
-        was_divided: whether the last forward was.
+        automatic: divide the batches of a prepared loader in training.
+        was_divided: whether the last forward was divided.
     """
 
     def __init__(self, config: ZeroConfig) -> None:
@@ -43,7 +43,7 @@ class SequenceParallel(Observer):
         self._part: Part | None = None
         self._items: Any = None
         self._head: dict[str, Any] | None = None
-        """A few tokens of a batch, until a forward has compared divided and undivided."""
+        """A few tokens of a batch, until a forward has used them for the check."""
         self._compared = self.size == 1
 
     def check(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -71,7 +71,7 @@ class SequenceParallel(Observer):
         inner = [each for each in model.modules() if hasattr(each, "main_input_name") and each is not model]
         self._hooked = (model, *inner)
         for each in self._hooked:
-            # Prepended after the engine's: the engine sees divided arguments and the loss over all ranks.
+            # Prepended after the engine's hooks, so they see divided arguments and the loss over all ranks.
             self._handles.append(each.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
             self._handles.append(each.register_forward_hook(self._after, prepend=True, always_call=True))
 
@@ -85,7 +85,7 @@ class SequenceParallel(Observer):
                 self._handles.append(each.register_forward_hook(self._without_last_position))
 
     def _with_last_position(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let rotary embeddings whose frequencies depend on the highest position see that of the whole rows."""
+        """Show the highest position of the whole rows to rotary embeddings whose frequencies depend on it."""
         if backward_id() >= 0 and self.was_divided:
             raise ConfigError(
                 f"{type(module).__name__} changes its frequencies with the length, within a checkpointed block: under "
@@ -144,12 +144,12 @@ class SequenceParallel(Observer):
 
     @property
     def has_parts(self) -> bool:
-        """Return whether a loop has parts of samples: the last forward was divided, in the mode that the model still has."""
+        """Return whether outputs are parts of samples: the last forward was divided, and the mode has not changed since."""
         return self.was_divided and self._engine.model.training is self._mode
 
     @property
     def _shifts(self) -> bool:
-        """Return True if the model's loss compares each token with the next label, transformers' default."""
+        """Return whether the model's loss compares each token with the next label, transformers' default."""
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
         model = self._engine.model
@@ -157,7 +157,7 @@ class SequenceParallel(Observer):
         return LOSS_MAPPING.get(kinds[0] if kinds else "", ForCausalLMLoss) is ForCausalLMLoss
 
     def _default_positions(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Return positions that a model counts in its own way: RoBERTa and its relatives, and OPT without the padding."""
+        """Return positions of models that count them differently: RoBERTa and its relatives, and OPT without padding."""
         for module in self._engine.model.modules():
             create: Any = getattr(module, "create_position_ids_from_input_ids", None)
             if create is not None and input_ids is not None:
@@ -168,10 +168,10 @@ class SequenceParallel(Observer):
         return None
 
     def _compare(self, batch: Mapping[str, Any], head: dict[str, Any] | None) -> None:
-        """Refuse a batch that the ranks of a group do not share. Bytes are compared, once: on a GPU that is a wait.
+        """Refuse a batch that differs within a group. Comparing bytes waits for a GPU, so `_compared` ends it.
 
         Args:
-            head: what the next forward compares, if each rank of all groups has a token of it.
+            head: tokens for the check of the next forward, if each rank of all groups has one.
         """
         mine = {
             name: (tuple(each.shape), *fingerprint(each).tolist())
@@ -192,9 +192,9 @@ class SequenceParallel(Observer):
     # One forward ------------------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if backward_id() >= 0:  # a recomputation: its masks know their part
+        if backward_id() >= 0:  # a recomputation: its masks have their part
             return None
-        if self._depth:  # inside another one, or Ctrl-C ended that
+        if self._depth:  # nested, or Ctrl-C ended the outer one
             self._depth = min(self._depth, calls_of(self._hooked) - 1)
         if self._depth:
             self._depth += 1
@@ -216,7 +216,7 @@ class SequenceParallel(Observer):
             kwargs = self.local(kwargs, items, needs_labels=True)
             kwargs.pop("num_items_in_batch", None)
             part = part_of(kwargs)
-        elif items is part.total:  # what `local` returned, not a caller's own number
+        elif items is part.total:  # from `local`, not from the caller
             items = None
         asked = {"position_ids", *(() if kwargs.get("labels") is None else ("shift_labels",))}
         if part is not None and (lost := sorted((asked & part.names) - kwargs.keys())):
@@ -245,10 +245,10 @@ class SequenceParallel(Observer):
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Refuse a model whose divided forward differs from its whole one, on a few tokens and before the first step.
+        """Refuse a model whose divided forward differs from an undivided one, on a few tokens before the first step.
 
-        It finds what reading the configuration does not: tokens that meet outside of attention, positions that the model
-        counts in a way of its own, losses that are no mean over tokens. A collective.
+        It finds what the configuration does not show: tokens mixed outside of attention, unusual positions, and losses that
+        are not a mean over tokens. A collective.
 
         Raises:
             ConfigError: on every rank.
@@ -257,7 +257,7 @@ class SequenceParallel(Observer):
         self._head = None
         model, index = self._engine.model, self._group.index
         shown: Attributes = [(module, "training", False) for module in model.modules()]
-        # With a cache, transformers does not look for packed rows.
+        # With a cache, transformers does not detect packed rows.
         shown += [(config, "use_cache", False) for config in self._configs if getattr(config, "use_cache", False)]
         with patched(shown):
             whole = model(**head)
@@ -265,7 +265,7 @@ class SequenceParallel(Observer):
                 mine = model(**self.local(head))
             except (ZeroError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # of the model's own code, which takes whole sequences
+            except Exception as error:  # from the model's code, which expects whole sequences
                 raise ConfigError(
                     f"a forward of {type(model).__name__} on a part of a sequence raises {type(error).__name__}: {error}. The "
                     "whole sequence works: leave sp_size out"
@@ -317,7 +317,7 @@ class SequenceParallel(Observer):
         return self._weighed(output, part)
 
     def _weighed(self, output: Any, part: Part) -> Any:
-        """Replace the mean over this rank's tokens by the loss over all ranks; leave out what belongs to whole samples."""
+        """Replace the mean over this rank's tokens by the loss over all ranks; drop outputs of whole samples."""
         if self.size > 1 and isinstance(output, Mapping) and output.get("pooler_output") is not None:
             cast(Any, output)["pooler_output"] = None
         loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
@@ -325,7 +325,7 @@ class SequenceParallel(Observer):
             return output
         wire = self._engine.wire
         if self._items is not None:
-            # As the stock loss: the caller multiplies by the number of ranks, over which gradients are averaged.
+            # Like the stock loss: the caller multiplies by the number of ranks to undo the average of gradients.
             loss = share_of(loss, part, self._items, 1.0)
         elif part.total is not None:
             share = share_of(loss, part, part.total, float(wire.size))
@@ -338,7 +338,7 @@ class SequenceParallel(Observer):
 
 
 def _values(output: Any, has_labels: bool) -> dict[str, Tensor]:
-    """Return the numbers that a forward returns, keyed by their names, without `pooler_output`: a part has none."""
+    """Return a forward's floating-point outputs, keyed by their names, without `pooler_output`, which a part lacks."""
     if isinstance(output, tuple):
         output = {"loss" if has_labels and not place else f"{place}": each for place, each in enumerate(output)}
     if not isinstance(output, Mapping):

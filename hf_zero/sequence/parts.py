@@ -1,4 +1,4 @@
-"""A rank's part of a batch that its group shares: what a stock forward takes, and what the loss weighs."""
+"""Divide a group's batch among its ranks, as arguments of a stock forward, and weight the losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import ConfigError
 
 IGNORED = -100
-"""The label of tokens without a loss, transformers' and torch's default."""
+"""Label of tokens without a loss, the default of transformers and torch."""
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
 _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keys that collators add for packed rows in flash attention, which can derive it from `position_ids`."""
@@ -26,16 +26,16 @@ class Part:
 
     Attributes:
         rows, length: of the whole batch, padded to a multiple of the group's ranks.
-        tokens: the length of the whole batch without these.
+        tokens: the length before this padding.
         local: tokens per row on this rank.
-        causal_mask: which tokens of the whole rows are no padding, for attention that looks back; None: all.
-        full_mask: for attention in both directions, which must not see the tokens that fill up the last part either.
+        causal_mask: the padding mask of the whole rows for causal attention; None: no padding.
+        full_mask: for bidirectional attention; it also masks the tokens that fill up the last part.
         position_ids: of the whole rows.
-        packed: number of the sequence of each token where rows hold several; None: one sequence per row.
-        count: tokens of this rank that have a loss; None: the batch has no labels.
-        total: tokens by which the sum of all losses is divided.
-        names: of the arguments.
-        needs_labels: the model must compute the loss: training loops of libraries do not know that tokens are divided.
+        packed: index of each token's sequence in packed rows; None: one sequence per row.
+        count: number of this rank's tokens with a loss; None: the batch has no labels.
+        total: divisor of the sum of all losses, in tokens.
+        names: those of the arguments.
+        needs_labels: the model must compute the loss, because the training loop does not know that tokens are divided.
     """
 
     rows: int
@@ -53,7 +53,7 @@ class Part:
 
 
 def part_of(kwargs: Mapping[str, Any]) -> Part | None:
-    """Return the part that these arguments of a forward belong to; None for arguments that no group has divided."""
+    """Return the part that these arguments of a forward belong to; None if they are not divided."""
     for value in kwargs.values():
         part = getattr(value, _MARK, None) if isinstance(value, Tensor) else None
         if part is not None:
@@ -100,7 +100,7 @@ def divide(
         positions = default_positions(named.get("input_ids"), given)
         if positions is None:
             positions = torch.arange(tokens, device=main.device).expand(rows, -1)
-    elif given is None:  # as transformers: rows with a mask hold one sequence
+    elif given is None:  # like transformers: rows with a mask hold one sequence
         packed = packed_of(positions)
     if labels is not None and shifts and "shift_labels" not in named:
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -110,7 +110,7 @@ def divide(
     filled = length - tokens
     whole = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.dim() >= 2}
     whole["position_ids"] = positions
-    # Without a mask a model would look for packed rows in this part's positions alone: the whole rows decide (`packed`).
+    # Without a mask a model would look for packed rows in this part's positions; only the whole rows show them (`packed`).
     whole["attention_mask"] = torch.ones_like(positions) if given is None else given
     if labels is not None:
         whole["labels"] = labels
@@ -168,7 +168,7 @@ def _filled(value: Tensor, count: int, with_: int) -> Tensor:
 def share_of(loss: Tensor, part: Part, total: Tensor | float, factor: float) -> Tensor:
     """Return `factor` / `total` times the sum of this rank's losses, from their mean.
 
-    A part without labels has the mean NaN: it counts nothing, and its gradient is zero.
+    A part without labels has a NaN mean. Its share and gradient are zero.
     """
     if part.count is None:
         return loss
