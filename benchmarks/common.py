@@ -24,8 +24,8 @@ from engines import Job
 
 MALLOC = {
     "default": {},
-    # glibc raises these two thresholds as it goes and then keeps freed blocks, which hides what an engine gives back.
-    # Naming them, with the values that glibc starts from, stops that.
+    # glibc raises these two thresholds at run time and then keeps freed blocks, which hides the memory that an engine frees.
+    # Setting them, to glibc's own initial values, prevents that.
     "pinned": {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"},
 }
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "hf-zero")
@@ -54,7 +54,7 @@ def launch(
     worker: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Run `job` on its ranks and return each rank's result; if one rank fails or time is up, none is left behind."""
+    """Run `job` on its ranks and return each rank's result; if one rank fails or time is up, all ranks are ended."""
     common = (
         os.environ
         | MALLOC[malloc]
@@ -92,13 +92,13 @@ def launch(
 
 
 def await_ranks(job: Job, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout: float) -> None:
-    """Return when every rank has ended well; raise as soon as one has not, or when time is up."""
+    """Return when every rank has succeeded; raise as soon as one fails, or when time is up."""
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in ranks):
         if time.monotonic() > deadline:
             raise LaunchError(f"{job.engine} ({job.measure}): not done after {timeout:.0f} s (--timeout)\n{tail(logs)}")
         if any(process.poll() for process in ranks):
-            time.sleep(1.0)  # the others may still be writing down why
+            time.sleep(1.0)  # the others may still be writing their errors
             break
         time.sleep(0.05)
     failed = [rank for rank, process in enumerate(ranks) if process.poll()]

@@ -3,7 +3,7 @@
     python benchmarks/compare.py                                 # every engine that is installed, 50M parameters, fp32
     python benchmarks/compare.py --engines zero3 fsdp2 --dtype bf16 --output runs/benchmark.json
 
-Each measurement is a launch of its own (`compare_worker.py` says how each number is taken and why so). Step times are
+Each measurement is a separate launch (`compare_worker.py` explains how each number is taken, and why). Step times are
 ratios to DDP, which runs in turn with each engine in the same processes; DDP's own row is such a pair too, so how far
 it is from 1 shows the noise. Quote ratios: absolute times differ from machine to machine and from hour to hour.
 Offloading has a script of its own, `offload.py`.
@@ -66,7 +66,7 @@ def measure(options: Options, console: Console) -> tuple[dict[str, dict[str, Any
 
 
 def headline(job: Job, result: dict[str, Any]) -> str:
-    """One launch's most wanted number, so that a long run can be followed."""
+    """Return one launch's main number, to show progress."""
     if job.measure == "time":
         mine, ddp = result["costs"]["engine"], result["costs"]["ddp"]
         wall, processor = (statistics.median(a / b for a, b in zip(mine[cost], ddp[cost])) for cost in TIMES)
@@ -77,7 +77,7 @@ def headline(job: Job, result: dict[str, Any]) -> str:
 
 
 def plan_launches(options: Options) -> list[tuple[Job, str]]:
-    """Launches in order: rounds over all engines, so that slow minutes of the machine are spread over them."""
+    """Return the launches in order: rounds over all engines, so that slow periods of the machine affect all of them."""
 
     def job(**changes: Any) -> Job:
         return Job(**(asdict(options.job) | changes))
@@ -105,7 +105,7 @@ def plan_launches(options: Options) -> list[tuple[Job, str]]:
 
 
 def summarize(found: dict[str, list[list[dict[str, Any]]]], job: Job) -> dict[str, Any]:
-    """One engine's launches as one row. Of ranks, the largest counts."""
+    """Summarize one engine's launches as one row, by the largest value of any rank."""
     row: dict[str, Any] = {}
     if "time" in found:
         rounds = found["time"]

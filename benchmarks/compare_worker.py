@@ -1,6 +1,6 @@
-"""One rank of one launch of `compare.py`: build an engine, measure it, write what was seen as JSON.
+"""One rank of one launch of `compare.py`: build an engine, measure it, write the results as JSON.
 
-How each number is taken, and why so:
+How each number is taken, and why:
 
 * time: the engine and a DDP copy of the same model live in the same processes and take turns, in blocks of a few
   steps, in the order A B B A. What else the machine does then hits both alike, which launches minutes apart would not
@@ -79,7 +79,7 @@ class Runner:
         self.start_up = time.perf_counter() - start
 
     def run(self) -> tuple[float, ...]:
-        """One step; returns what it cost, as `COSTS` says."""
+        """Run one step; return its costs, in the order of `COSTS`."""
         batches = self.batches()
         start = costs()
         loss = self.step(batches)
@@ -93,7 +93,7 @@ COSTS = ("seconds", "cpu_seconds", "page_faults")
 
 
 def costs() -> tuple[float, ...]:
-    """The clock, this process's processor time on all its threads, and how often it was given a fresh page."""
+    """Return the clock, the processor time of all threads of this process, and its number of minor page faults."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return time.perf_counter(), usage.ru_utime + usage.ru_stime, usage.ru_minflt
 
@@ -104,7 +104,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def quiet() -> None:
-    """Let every rank arrive and everything in flight land before something is read or timed."""
+    """Wait for all ranks and their transfers, before something is read or timed."""
     dist.barrier()
     time.sleep(0.05)
 
@@ -206,7 +206,7 @@ def measure_time(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
 
 
 def warm_up(job: Job, device: torch.device) -> None:
-    """Have everything imported and made that any engine's first step imports and makes, whatever the model's size."""
+    """Import and create everything that an engine's first step needs, independent of the model's size."""
     model = build_model("tiny", job.sequence).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = torch.zeros(job.batch, job.sequence, dtype=torch.long, device=device)
@@ -265,7 +265,7 @@ MEASURES: dict[str, Callable[[Job, int, torch.device], dict[str, Any]]] = {
 
 
 def end_with_parent() -> None:
-    """Exit as soon as the launcher is gone, however it went: the kernel then closes the pipe that is our stdin."""
+    """Exit as soon as the launcher has ended: the kernel then closes the pipe that is our stdin."""
 
     def wait() -> None:
         os.read(0, 1)
@@ -275,7 +275,7 @@ def end_with_parent() -> None:
 
 
 def work(kind: type[J], measures: Mapping[str, Callable[[J, int, torch.device], dict[str, Any]]]) -> None:
-    """One rank of a launch: argument 1 is the job, 2 the file for what it measures."""
+    """Run one rank of a launch: argument 1 is the job, 2 the file for the results."""
     end_with_parent()
     job = kind(**json.loads(sys.argv[1]))
     rank = int(os.environ["RANK"])

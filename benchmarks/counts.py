@@ -61,7 +61,7 @@ class Counted:
 
     def __enter__(self) -> Counted:
         gc.collect()
-        gc.disable()  # callbacks of what is freed are not the step's
+        gc.disable()  # callbacks of freed objects do not belong to the step
         sys.setprofile(self._note)
         return self
 
@@ -135,7 +135,7 @@ def traffic_of(engine: zero.Engine, step: Callable[[], None]) -> dict[str, tuple
 
 
 def count(folder: Path, rounds: int) -> None:
-    """On each rank: write its counts to `folder`."""
+    """Write this rank's counts to `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = llama()

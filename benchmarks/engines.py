@@ -31,8 +31,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "109m-blocks": {"n_layer": 8, "n_embd": 1024, "n_head": 16, "vocab_size": 8192},
     "350m": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
 }
-"""GPT-2 shapes by the name that `--model-size` takes; what is not named here is as in GPT-2. In `109m-blocks` the blocks are
-what is large, and not the vocabulary."""
+"""GPT-2 shapes by the name that `--model-size` takes; other values are GPT-2's. In `109m-blocks` the blocks
+are large, and the vocabulary is small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def build_model(size: str, sequence: int) -> nn.Module:
 
 
 def _adamw(job: Job, parameters: Any) -> torch.optim.AdamW:
-    # Calls are counted with the optimizer that a person gets who asks for nothing; all else with the fastest.
+    # Calls are counted with the optimizer's defaults, everything else with the fastest implementation.
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=None if job.measure == "calls" else True)
 
 
@@ -104,7 +104,7 @@ def _loop(
     clip: Callable[[float], Any] | None = None,
     autocast: bool = True,
 ) -> Step:
-    """The ordinary loop of a PyTorch program; engines differ in what they put in its places."""
+    """Return the usual PyTorch training step; engines replace parts of it."""
 
     def step(batches: Sequence[Tensor]) -> Tensor:
         losses = []

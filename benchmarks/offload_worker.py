@@ -1,4 +1,4 @@
-"""One rank of one launch of `offload.py`: measure one case, write what was seen as JSON.
+"""One rank of one launch of `offload.py`: measure one case, write the results as JSON.
 
 A measurement is a list of *subjects* that take turns in the same processes, in the order A B B A, so that what else the
 machine does hits all alike. In a turn all ranks start together, and the slowest rank's time counts. Each subject comes
@@ -73,7 +73,7 @@ class Subject:
 
 
 def take_turns(subjects: Mapping[str, Subject], job: Job, device: torch.device) -> dict[str, Any]:
-    """Seconds of every turn by subject, of the slowest rank, and of the very first turn."""
+    """Measure all subjects in turns; return the slowest rank's seconds per turn, and those of the first turn."""
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     order = list(subjects)
     for _ in range(WARM_UP + job.steps):
@@ -444,7 +444,7 @@ def llama(size: str, sequence: int, device: torch.device) -> nn.Module:
 
 
 def available_bytes() -> int:
-    """Return used host memory, with page-locked memory, which resident bytes leave out."""
+    """Return MemAvailable: unlike resident bytes, it accounts for page-locked memory."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -23,7 +23,7 @@ DTYPES = tuple(dict.fromkeys(DTYPE_ALIASES.values()))
 
 @dataclass(frozen=True, slots=True)
 class StagePolicy:
-    """Tells the engine what a stage does. No other code reads the stage number."""
+    """Behaviour of one stage. No other code reads the stage number."""
 
     shard: bool
     """Each rank owns 1/N of the optimizer state. False: plain data parallel, every rank owns all of it."""
@@ -194,7 +194,7 @@ def _patterns(name: str, given: object, what: str, one: str, two: str) -> tuple[
 class ZeroConfig:
     """Settings of one engine. Flags and plugins take defaults and metadata from here.
 
-    `HfArgumentParser` passes metadata to `ArgumentParser.add_argument`, so they hold its keywords only.
+    `HfArgumentParser` passes metadata to `ArgumentParser.add_argument`: they may have its keywords only.
 
     Raises:
         ConfigError: a value is not allowed. The message names the field and the allowed values.
@@ -408,7 +408,7 @@ class ZeroConfig:
     def policy_for(self, world_size: int) -> StagePolicy:
         """Return the policy on `world_size` ranks.
 
-        Where each rank has all elements there is nothing to release, but offloaded parameters: these are released at any stage.
+        Ranks that have all elements release nothing but offloaded parameters, which are released at any stage.
         """
         if self.shards(world_size) > 1:
             return self.policy

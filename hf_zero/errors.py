@@ -11,7 +11,7 @@ class ZeroError(Exception):
     """Base class of all exceptions of hf_zero."""
 
     known_at: int = sys.maxsize
-    """The depth of the outermost `on_all_ranks` block in which a rank has learned of it: that one has left the block."""
+    """Depth of the outermost `on_all_ranks` block that some rank has left with this error."""
 
 
 class ConfigError(ZeroError, ValueError):

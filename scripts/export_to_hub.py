@@ -3,7 +3,7 @@
     python scripts/export_to_hub.py runs/gpt2-tiny-clm/checkpoint-150 --output model --dtype bfloat16
     python scripts/export_to_hub.py runs/gpt2-tiny-clm/checkpoint-150 --push-to-hub user/model --private
 
-`hf-zero export` does the same; this is to be read, and changed. The token is that of `hf auth login` or HF_TOKEN.
+`hf-zero export` does the same; this script is meant to be read and changed. The token is that of `hf auth login` or HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """`folder` itself where it holds weights, else the last checkpoint inside."""
+    """Return `folder` if it has weights, else its last checkpoint."""
     if not folder.is_dir():
         raise UserError(f"{str(folder)!r} is not a folder. Give a checkpoint, or the folder of a run.")
     if any(folder.glob("*.safetensors")):

@@ -34,7 +34,7 @@ from hf_zero.errors import needs
 
 
 def sample_norms(model: nn.Module, pixels: Tensor, classes: Tensor) -> Tensor:
-    """The norm of each image's gradient over all trained parameters. One rank's, without communication of gradients."""
+    """Return the norm of each image's gradient over all trained parameters. Local: no gradients are communicated."""
     params = [param for param in model.parameters() if param.requires_grad]
     norms = []
     for row in range(len(classes)):
@@ -47,7 +47,7 @@ def sample_norms(model: nn.Module, pixels: Tensor, classes: Tensor) -> Tensor:
 def check_model(model: nn.Module) -> None:
     """
     Raises:
-        ConfigError: a layer with which one image's gradient depends on other images, or on chance: its bound would not hold.
+        ConfigError: a layer makes an image's gradient depend on other images or on chance, so its bound would not hold.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -60,7 +60,7 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def noise_in_backward(model: nn.Module, deviation: float, generator: torch.Generator) -> Iterator[None]:
-    """Gradients of the one backward inside get normal noise of this standard deviation, before they are reduced.
+    """Add normal noise of this standard deviation to the gradients of the one backward inside, before they are reduced.
 
     Raises:
         StateError: a trained parameter got no gradient, and so no noise, or got more than one: the guarantee would not hold.
@@ -105,7 +105,7 @@ def private_backward(
     """Leave (sum of clipped gradients + noise) / `expected` as the gradient. A collective; ranks may have any number of images.
 
     Args:
-        expected: images in a step, of all ranks together: their number times the probability of each. Not how many came.
+        expected: images in a step, of all ranks together: their number times the probability of each. Not the number drawn.
         each: noise of the full deviation on every rank.
 
     Returns:
@@ -114,7 +114,7 @@ def private_backward(
     model = engine.model
     real = len(classes)
     most = max(engine.exchange(real))
-    # At stage 3 a forward is a collective: every rank makes as many. An image that counts nothing stands in.
+    # At stage 3 a forward is a collective: every rank makes as many. Ranks with fewer add images of weight 0.
     if real < max(most, 1):
         stand_in = max(most, 1) - real
         pixels = torch.cat([pixels, pixels.new_zeros(stand_in, *pixels.shape[1:])])
@@ -131,14 +131,14 @@ def private_backward(
 
 
 def poisson(data: Dataset, rank: int, world: int, probability: float, generator: torch.Generator) -> list[int]:
-    """This rank's images of one step: of those that are its own, each with the same probability."""
+    """Draw this rank's images of one step: each of its own images has the same probability."""
     own = range(rank, len(data), world)  # type: ignore[arg-type]
     drawn = torch.rand(len(own), generator=generator) < probability
     return [row for row, taken in zip(own, drawn.tolist()) if taken]
 
 
 def spent(noise_multiplier: float, probability: float, steps: int, delta: float) -> float:
-    """Epsilon after `steps`, by opacus's RDP accountant; infinite without noise.
+    """Return epsilon after `steps`, by opacus's RDP accountant; infinite without noise.
 
     Raises:
         ConfigError: opacus is not installed.
@@ -153,7 +153,7 @@ def spent(noise_multiplier: float, probability: float, steps: int, delta: float)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, evaluate, save; returns accuracy and epsilon."""
+    """Train, evaluate, save; return accuracy and epsilon."""
     parser = flags()
     parser.description = (__doc__ or "").partition("\n")[0]
     parser.set_defaults(learning_rate=0.5, batch_size=128, output_dir="runs/private")
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     check_model(model)
     engine = zero.shard(model, optimizer, config)
     rank, world = engine.rank, engine.world_size
-    # Of its own on every rank: equal noise would be known, and would add up to more than it is accounted as.
+    # Must differ between ranks: equal noise would be known, and would add up to more than the accountant assumes.
     seed = secrets.randbits(62) if options.seed is None else options.seed * world + rank
     noise, draws = torch.Generator(device).manual_seed(seed), torch.Generator().manual_seed(seed + (1 << 62))
     probability = min(1.0, options.batch_size / size)

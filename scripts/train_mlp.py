@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 3 scripts/train_mlp.py --zero-stage 3 --resume    # continues, on any number of ranks
     torchrun --nproc-per-node 3 --max-restarts 5 scripts/train_mlp.py --save-steps 20 --resume    # restarts itself
 
-The batch is one of all ranks together, split as evenly as it goes; `engine.weigh` makes every image count alike, so that any
-number of ranks trains the same model.
+Ranks split one batch as evenly as possible. `engine.weigh` gives every image the same weight, so that any number of ranks
+trains the same model.
 """
 
 from __future__ import annotations

@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _described(error: Exception) -> tuple[int, str]:
-    """Return the exit status and the words for an error."""
+    """Return the exit status and the message for an error."""
     if isinstance(error, ZeroError):
         return USAGE if isinstance(error, ConfigError) else WRONG, str(error)
     if isinstance(error, typer.BadParameter.__mro__[2]):  # newer versions of typer have a copy of click's classes

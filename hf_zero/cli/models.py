@@ -61,7 +61,7 @@ class Model:
 
 
 def look_up(given: str) -> tuple[ModelSource, str]:
-    """Return what an existing path, a size, a built-in name, or last a name on the Hub means, and what it assumes.
+    """Resolve an existing path, a size, a built-in name, or else a name on the Hub; also return the assumptions made.
 
     Raises:
         ConfigError: none of these.
@@ -102,7 +102,7 @@ def _sized(text: str, count: int) -> tuple[Config, str]:
 
 
 def _is_path(text: str) -> bool:
-    """Return True for text that was meant as a path: more parts than a Hub name, or below an existing folder."""
+    """Return True for text that looks like a path: more parts than a Hub name, or below an existing folder."""
     first = Path(text).parts[0] if text else ""
     return _HUB_NAME.fullmatch(text) is None or text.lower().endswith(_FILES) or ("/" in text and Path(first).is_dir())
 
@@ -139,7 +139,7 @@ def build(
     """Return the model with its layouts.
 
     Args:
-        source: what its structure assumes.
+        source: assumptions about its structure.
         lora: rank of adapters on every matrix of the blocks; 0: none, all parameters are trained.
         dtype: of the frozen base under adapters.
         in_4bit: the base's matrices are quantized to 4 bits.

@@ -1,4 +1,4 @@
-"""`hf-zero plan`: one table, whether it fits, and settings that do: a command, and the same as code."""
+"""`hf-zero plan`: a table of memory, whether it fits, and settings that fit, as a command and as code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NVIDIA_SMI = {
 GPUS = {name: int(memory_bytes * (1 - MARGIN)) for name, memory_bytes in _NVIDIA_SMI.items()}
 """Usable memory: less a margin for the context, libraries and the allocator."""
 _COMMON = "24 GB"
-"""The suggestion is for this size, or the next larger one that is enough."""
+"""The suggestion is for this size, or the next larger one that fits."""
 CANDIDATES = (
     (2, False, "none", "none", "none"),
     (3, False, "none", "none", "none"),
@@ -210,7 +210,7 @@ def best(request: PlanRequest, budgets: Mapping[str, int]) -> Plan | None:
 
 
 def _described(made: Plan) -> str:
-    """Return such as `stage 3 + gradient checkpointing + optimizer on cpu`."""
+    """Return text such as `stage 3 + gradient checkpointing + optimizer on cpu`."""
     words = [f"stage {made.config.stage}"]
     words += ["gradient checkpointing"] if made.inputs.batch and made.inputs.batch.checkpointing else []
     tiers = ((what, getattr(made.config, name)) for name, what in OFFLOADS.items())

@@ -21,7 +21,7 @@ from .show import print_json, table, text
 MARKS = {True: ("ok", "green"), False: ("!!", "bold red"), None: ("··", "dim")}
 """Mark and style of a verdict's `ok`."""
 MAX_POINTS = 1500
-"""Points of a line; of longer runs every n-th step is drawn."""
+"""Maximum points of a line. Longer runs are drawn with every n-th step."""
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 

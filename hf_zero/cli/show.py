@@ -1,4 +1,4 @@
-"""Tables, text, JSON and settings to paste, as all commands print them."""
+"""Print tables, text, JSON, and settings to paste, for all commands."""
 
 from __future__ import annotations
 

@@ -36,19 +36,18 @@ class RankReport:
 def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointError) -> Iterator[RankReport]:
     """Run a block on every rank; if it fails on one rank, it fails on all. Ends with a collective.
 
-    The block must not communicate, except by blocks inside it. Where one rank leaves it while others are in a block inside, it
+    The block must not communicate, except through nested blocks. If one rank leaves it while others are in a nested block, it
     fails on all.
 
     Args:
-        wire: of all ranks.
         what: the action, for messages.
-        kind: error class where another rank failed, and for failures here that this package did not raise. With
+        kind: error class if another rank failed, and for failures here that this package did not raise. With
             `RankMismatchError` this rank's own failure is raised unchanged.
 
     Raises:
-        ZeroError: this rank's own. KeyboardInterrupt and SystemExit are raised unchanged too.
-        CheckpointError: or `kind`: the first rank that failed, and why; or the other ranks cannot be reached.
-        RankMismatchError: no rank failed, and one has left the block while others are in a block inside it.
+        ZeroError: this rank failed. KeyboardInterrupt and SystemExit are raised unchanged too.
+        CheckpointError: (or `kind`) another rank failed, or cannot be reached; names the first one and its error.
+        RankMismatchError: no rank failed, but one has left the block while others are in a nested block.
     """
     report = RankReport()
     failure: BaseException | None = None
@@ -57,7 +56,7 @@ def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointErr
             yield report
         except BaseException as error:  # Ctrl-C too: the other ranks wait for this one, which may continue
             failure = error
-        depth = len(wire.watch.operations) - 1  # of what is around the block
+        depth = len(wire.watch.operations) - 1  # of the enclosing operation
         if isinstance(failure, ZeroError) and failure.known_at <= depth:
             raise failure
         # Must reach the exchange after any other failure: the other ranks wait there.
@@ -68,7 +67,7 @@ def on_all_ranks(wire: Wire, what: str, *, kind: type[ZeroError] = CheckpointErr
             if failure is not None:
                 raise failure from None
             raise
-        except RuntimeError as error:  # the process group's own
+        except RuntimeError as error:  # from the process group
             raise failure or kind(f"{what}: the other ranks cannot be reached ({error})") from error
         mismatch = wire.mismatch(statuses)
     if mismatch is None:
@@ -94,9 +93,7 @@ def read_on_all_ranks(wire: Wire, values: Callable[[], T], *, may_fail: bool) ->
     """Return this rank's values for a collective. If reading them fails on one rank, it fails on all.
 
     Args:
-        wire: of all ranks.
-        values: reads them.
-        may_fail: values of some rank may be on disk. The same on every rank: it decides whether there is a collective.
+        may_fail: some rank's values may be on disk. Must be equal on every rank: it decides whether ranks communicate.
 
     Raises:
         TierError: on every rank.
@@ -117,14 +114,6 @@ def check_same_structure(
     names: dict[nn.Parameter, list[str]],
 ) -> None:
     """Compare settings, parameters and optimizer groups over the ranks.
-
-    Args:
-        wire: of all ranks.
-        config: the settings.
-        mixed_precision: the compute precision.
-        specs: by unit, its parameters.
-        optimizers: over the model's parameters.
-        names: of the parameters.
 
     Raises:
         RankMismatchError: on every rank, with the first difference.
@@ -183,10 +172,9 @@ def _first_difference(first: list[str], other: list[str], rank: int) -> str:
 def broadcast_differing_values(
     wire: Wire, named: Iterable[tuple[str, Tensor]], fingerprint: Callable[[Tensor], Tensor]
 ) -> None:
-    """Set every tensor to rank 0's values; warn with the first that differed.
+    """Broadcast rank 0's values of the tensors that differ; warn with the name of the first.
 
     Args:
-        wire: of all ranks.
         named: the same names in the same order on every rank.
         fingerprint: maps a tensor to a digest tensor, of one shape for all.
     """

@@ -1,12 +1,12 @@
-"""Wire formats narrower than the values they stand for: blocks of elements with one scale each.
+"""Quantized wire formats: blocks of elements with one scale each.
 
-A block of 256 elements travels as 256 codes of one byte and one float32 scale, its largest magnitude over the largest code:
+A block of 256 elements is sent as 256 codes of one byte and one float32 scale, its largest magnitude over the largest code:
 
     format   code                              |x - decoded(x)| at most, per block
-    int8     a whole number from -127 to 127   absmax / 254
+    int8     an integer from -127 to 127       absmax / 254
     fp8      float8_e4m3fn, 448 at most        |x| / 16, and absmax / 2^18 near 0
 
-A block with an element that is not finite is decoded to one without a finite element: its scale is not finite.
+A block with a non-finite element decodes to non-finite elements only, because its scale is not finite.
 
 Block-wise formats: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2.1; on the
 wire of ZeRO: Wang et al., "ZeRO++" (arXiv 2306.10209), section 3.
@@ -24,7 +24,7 @@ from ..core.precision import dtype_of
 
 BLOCK_NUMEL = 256
 _PIECE_NUMEL = 4096 * BLOCK_NUMEL
-"""Elements that are coded at a time: temporary buffers are float32."""
+"""Elements encoded at a time; bounds the temporary buffers, which are float32."""
 _SCALE_BYTES = 4
 
 
@@ -57,7 +57,7 @@ class Codec:
             out: 1-D uint8 of `nbytes(numel)` bytes.
         """
         codes, scales = self._parts(out, numel)
-        # What `values` lacks at its end is sent, too: uninitialized bytes would be decoded into other ranks' sums.
+        # Padding is sent, too: uninitialized bytes would be decoded into other ranks' sums.
         scales.zero_()
         codes.zero_()
         for start in range(0, values.numel(), _PIECE_NUMEL):
@@ -90,7 +90,7 @@ class Codec:
 
     @torch.no_grad()
     def rounded(self, values: Tensor) -> Tensor:
-        """Return what `decode` makes of `values` (1-D), in their own dtype."""
+        """Encode `values` (1-D) and return them decoded, in their own dtype."""
         sent = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
         self.encode(values, sent, values.numel())
         out = torch.empty_like(values)

@@ -31,7 +31,7 @@ class Mailbox:
         self._size, self._row = size, size * (SLOTS + 1)
         nbytes = 2 * (1 + 2 * MAX_SPANS * self._row) * _WORD
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Never freed: a peer may write here after this rank has released the group, and would corrupt what lies here then.
+        # Never freed: a peer may write here after this rank has released the group, and would corrupt new data at this address.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.words = memoryview(self._memory).cast("q")
@@ -53,13 +53,7 @@ class _Part(ctypes.Structure):
 
 
 class Peer:
-    """Another rank's memory.
-
-    Args:
-        rank: its rank.
-        process: its process id.
-        mailbox: address of its `Mailbox`.
-    """
+    """Another rank's memory: its rank, its process id, and the address of its `Mailbox`."""
 
     def __init__(self, rank: int, process: int, mailbox: int) -> None:
         self.rank, self.process, self.mailbox = rank, process, mailbox
@@ -68,7 +62,7 @@ class Peer:
         """Copy `nbytes` from the peer's address `there` to this process's address `here`.
 
         Raises:
-            RuntimeError: the process is gone, or has no such memory.
+            RuntimeError: the process has ended, or has no such memory.
         """
         call, _ = _system_calls()
         while nbytes:  # the kernel moves at most 2 GiB at once
@@ -85,7 +79,7 @@ class Peer:
 
     @property
     def is_alive(self) -> bool:
-        """Return True if the process lives, takes messages for that mailbox, and may be read."""
+        """Return True if the process is alive, receives messages for that mailbox, and may be read."""
         found = ctypes.c_int64()
         try:
             self.read(self.mailbox, ctypes.addressof(found), _WORD)
@@ -94,7 +88,7 @@ class Peer:
         return found.value == _MAGIC
 
     def accepts_writes(self, rank: int, index: int) -> bool:
-        """Write that `rank` has taken nothing so far. Returns False if a sandbox refuses the call."""
+        """Write that `rank` has received no message yet; return False if a sandbox refuses the call."""
         try:
             MailboxWriter(self, rank).write(0, index)
         except RuntimeError:
@@ -118,14 +112,10 @@ class MailboxWriter:
         self._parts = ctypes.byref(_Part(ctypes.addressof(self._words), 2 * _WORD)), ctypes.byref(self._there)
 
     def write(self, word: int, index: int) -> None:
-        """Write a word.
-
-        Args:
-            word: the word.
-            index: index of rank 0's pair; this rank's follows it.
+        """Write a word into this rank's pair; `index` is that of rank 0's pair.
 
         Raises:
-            RuntimeError: the process is gone.
+            RuntimeError: the process has ended.
         """
         self._words[0], self._words[1] = word, ~word
         self._there.base = self._base + index * _WORD

@@ -2,11 +2,11 @@
 
 The sender posts the address of its buffer. A thread of the receiver reads it once, straight into place
 (`process_vm_readv`), and acknowledges it. A socket would copy each byte twice, in small parts. In a reduce, the thread reads
-pieces that stay in the processor's cache and sums them **in rank order**, so no rank needs memory for what arrives.
+pieces that stay in the processor's cache and sums them **in rank order**, so ranks need no receive buffers.
 
 Every rank has a `Mailbox`, into which the other ranks write (`process_vm_writev`): the addresses of their messages, and which
-messages of this rank they have taken. A key stands for a span, and gather or reduce. Each rank numbers the messages of a key
-and adds its step: a rank that has made another number of steps does not take a message of this one.
+messages of this rank they have received. A key identifies a span, and gather or reduce. Each rank numbers the messages of a key
+and adds its step: a rank at another step does not accept a message of this one.
 
 If the kernel refuses (other machines, other users, `kernel.yama.ptrace_scope`, a sandbox), no rank has a `DirectTransfers`,
 and messages go through the process group.
@@ -46,14 +46,7 @@ Addresses = Mapping[int, int]
 
 
 class DirectTransfers:
-    """The gathers and reduces of one wire, as `Wire` describes them. For one thread at a time.
-
-    Args:
-        wire: the wire.
-        mailbox: this rank's.
-        peers: memory of all other ranks.
-        reader: takes the messages.
-    """
+    """Gathers and reduces of one wire, as `Wire` describes them. Only one thread at a time may use it."""
 
     def __init__(self, wire: Wire, mailbox: Mailbox, peers: Sequence[Peer], reader: Reader) -> None:
         self.rank, self.size, self.watch, self.traffic = wire.rank, wire.size, wire.watch, wire.traffic
@@ -67,7 +60,7 @@ class DirectTransfers:
         """Gather as `Wire.gather`. `own` already lies in `full`. Waits count as `kind`."""
 
         def take(addresses: Addresses) -> None:
-            base, width = full.data_ptr(), full.element_size()  # read here: released memory had no address before
+            base, width = full.data_ptr(), full.element_size()  # not earlier: released memory has no address
             for rank, address in addresses.items():
                 target, nbytes = base + cuts[rank] * width, (cuts[rank + 1] - cuts[rank]) * width
                 self._peer_of[rank].read(address, target, nbytes)
@@ -136,16 +129,16 @@ class DirectTransfers:
         return addresses
 
     def acknowledge(self, key: int, number: int) -> None:
-        """Report to the senders that their messages up to `number` were taken. Ignores peers that have ended.
+        """Tell the senders that their messages up to `number` were received. Ignores peers that have ended.
 
-        Only the last number is kept: messages of a key are taken in order.
+        Only the last number is stored: messages of a key are received in order.
         """
         for ack in self._acks:
             with suppress(RuntimeError):
                 ack.write(number, self.mailbox.ack_index(key))
 
     def check(self) -> None:
-        """Check during a wait that it can end.
+        """Check during a wait that it can still end.
 
         Raises:
             RuntimeError: the ranks have diverged, or a peer's process has ended.
@@ -160,7 +153,7 @@ class DirectTransfers:
 class Message(Inflight):
     """Messages of one key and number, to and from all other ranks.
 
-    The reader's thread takes the incoming ones. It holds a weak reference only: a message that no caller can wait for (its
+    The reader's thread receives the incoming ones. It holds a weak reference only: a message that no caller can wait for (its
     engine was freed during a pass) is dropped. A `Wait` is created only if this rank must block.
 
     Args:
@@ -235,7 +228,7 @@ class Message(Inflight):
         return self._channel
 
     def try_take(self) -> bool:
-        """Take the incoming messages if all are posted. Returns True once the message is taken or has failed."""
+        """Receive the incoming messages if all are posted. Returns True once the message was received or has failed."""
         direct, key = self._channel.direct, self._channel.key
         try:
             if direct.watch.verdict is not None:
@@ -292,10 +285,10 @@ class Channel:
 
 
 class Reader:
-    """The thread of this process that takes messages. It ends when `owner` is freed.
+    """The thread of this process that receives messages. It ends when `owner` is freed.
 
     Attributes:
-        mailboxes: of all wires; their first word promises that this thread takes messages.
+        mailboxes: of all wires; their first word promises that this thread receives messages.
     """
 
     def __init__(self, owner: object) -> None:
@@ -312,7 +305,7 @@ class Reader:
             self.arrivals.put(None)
             self._thread.join(10)
             for mailbox in self.mailboxes:
-                # Must follow the thread's end: a mailbox without its word promises that no thread reads for it any more.
+                # Must follow the thread's end: a mailbox without its first word says that no thread reads for it any more.
                 mailbox.words[0] = 0  # a peer that still waits for this rank sees that it has left
 
 
@@ -355,7 +348,7 @@ def open_direct(wire: Wire, reader: Callable[[], Reader]) -> DirectTransfers | N
     """Return a `DirectTransfers` if every rank can read every other rank's memory, else None. A collective."""
     mailbox = Mailbox(wire.size)
     machine = machine_id()
-    # Between the two exchanges every rank writes on every mailbox that it has taken nothing. A message that started before the
+    # Between the two exchanges every rank writes to all mailboxes that it received nothing. A message that started before the
     # second exchange ended could lose its acknowledgement to that write.
     reports = wire.exchange((machine, os.getpid(), mailbox.address))
     is_able = bool(machine) and all(there == machine for there, _, _ in reports)

@@ -1,4 +1,4 @@
-"""The wires of several ranks, each with the cheapest transfers of its backend.
+"""Wires between several ranks, each with the cheapest transfers of its backend.
 
 * `P2PWire`: CPU (gloo). gloo's reduce-scatter sends as much as an all-reduce, and its collectives run one at a time.
   Point-to-point messages send each byte once and run concurrently. Sums are made **in rank order**: the result does not
@@ -78,7 +78,7 @@ class GroupWire(Wire):
         return part
 
     def all_to_all(self, sent: Tensor, received: Tensor, tag: int) -> Inflight:
-        """Send each rank its part of `sent` (1-D, `size` equal parts). `received` receives one part per rank, in rank order.
+        """Send each rank its part of `sent` (1-D, `size` equal parts). `received` gets one part per rank, in rank order.
 
         Counts as a reduce. `sent` must stay unchanged until the transfer is closed.
         """
@@ -121,7 +121,7 @@ class GroupWire(Wire):
         return Inflight((), (), finish)
 
     def use_engine_number(self) -> None:
-        """Set up what tells this engine's messages apart. The watch has the engine's number."""
+        """Separate this engine's messages from those of other engines, by the number in the watch."""
 
     def _wait_for(self, work: Any, kind: str, tag: int = -1) -> Wait:
         return Wait(work.wait, self.traffic, self.watch, kind, tag)
@@ -238,7 +238,7 @@ class P2PWire(GroupWire):
 
     Attributes:
         is_direct: use ranks' memory for gathers and reduces, if they can read each other's.
-        direct: makes these transfers then. None on all ranks, or on none.
+        direct: makes these transfers. None on all ranks, or on no rank.
     """
 
     is_direct = True
@@ -284,7 +284,7 @@ class P2PWire(GroupWire):
     def _message_tag(self, tag: int, kind: int) -> int:
         """Return the tag of this engine's message of a span, kind and step.
 
-        A rank may be ahead in one of two engines. One that has made another number of steps must not receive this message.
+        A rank may be ahead in one of two engines. A rank at another step must not receive this message.
         """
         return self._first_tag + (tag * _STEPS_APART + self.watch.step % _STEPS_APART) * _TAGS + kind
 
@@ -361,7 +361,7 @@ class P2PWire(GroupWire):
                     work.wait()
                 if index + 2 < len(cut):
                     pending.append(self._receive(source, cut[index + 2][1] - cut[index + 2][0], tag, span))
-                # Must stand at this rank's place: sums in another order would have other bits on other ranks.
+                # Must be at this rank's position: another order of the sum would give other bits on other ranks.
                 parts[self.rank] = mine[start:stop]
                 average_in_order(parts, out[start:stop])
                 pending[index] = ([], [])

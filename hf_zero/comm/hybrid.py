@@ -22,12 +22,7 @@ from .wire import Cuts, Wire
 
 
 def in_replicas(wire: Wire, replicas: int) -> Wire:
-    """Return the wire of an engine with `replicas` copies. Does not communicate; see `Wire.open_groups`.
-
-    Args:
-        wire: of all ranks.
-        replicas: divides the number of ranks.
-    """
+    """Return the wire of an engine with `replicas` copies. Does not communicate; see `Wire.open_groups`."""
     return wire if replicas == 1 else HybridWire(cast(GroupWire, wire), replicas)
 
 
@@ -52,7 +47,7 @@ class HybridWire(Wire):
         self.device, self.watch, self.traffic = world.device, world.watch, world.traffic
         self.shards = self.size // replicas
         self.replica = self.rank // self.shards
-        # A wire of one rank is right for replicas of one rank, and until `open_groups`.
+        # A one-rank wire: final for replicas of one rank, and a placeholder until `open_groups` for others.
         self.shard_group: Wire = Wire()
         self.shard_group.rank, self.shard_group.size = self.rank % self.shards, self.shards
         self._across: GroupWire  # from `open_groups` on
@@ -133,7 +128,7 @@ class HybridWire(Wire):
         if codec is not None:
             across.gather_coded(total, mine, codec, tag).close()
         else:
-            # Rounded on this rank as well: the exact part would have other bits than the copies of the other ranks.
+            # Must be rounded on this rank as well: other ranks receive rounded values, and replicas must stay equal.
             across.gather(total, mine.to(sent_as), tag).close()
         if total is not out:
             out.copy_(total[:numel])

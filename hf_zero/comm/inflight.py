@@ -76,7 +76,7 @@ class Inflight:
     """A transfer under way. It must not be dropped before `close`: its buffers are still read or written.
 
     `wait` returns when the *result* may be used. `close` returns when the buffers that were *sent* may be written again, too.
-    On a fast rank that can be later, and an early `close` would tie this rank to the slowest peer.
+    On a fast rank that can be later: an early `close` would make this rank wait for the slowest peer.
 
     Args:
         receives: waited for by `wait`.
@@ -110,7 +110,7 @@ class Inflight:
         for work in self._receives:
             work.wait()
         self._receives = ()
-        finish, self._finish = self._finish, None  # before the call: a half-made sum must not be made again
+        finish, self._finish = self._finish, None  # before the call: a partial sum must not be repeated
         if finish is not None:
             finish()
 

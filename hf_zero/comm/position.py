@@ -1,9 +1,9 @@
 """The position of a rank, and the questions by which ranks learn of each other's.
 
-Every rank listens on one TCP port and answers from a thread of its own. A host whose kernel does not even answer the connection
-cannot be reached. A kernel that refuses it has no such process any more. A process that is stopped, or holds the interpreter,
-is connected and silent. User code is read from the stack of the main thread: the innermost frame outside of this package,
-PyTorch, and libraries built on them.
+Every rank listens on one TCP port and answers from a separate thread. If a host's kernel does not answer the connection, the
+host is unreachable. If the kernel refuses it, the process has ended. A process that is stopped, or holds the interpreter lock,
+accepts the connection and does not answer. User code is read from the main thread's stack: the innermost frame outside of this
+package, PyTorch, and libraries built on them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LIBRARIES = ("torch", "hf_zero", "accelerate", "transformers", "peft", "trl")
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 ANSWER_S = 2.0
-"""Time for an answer: two packets that begin a connection are sent in it."""
+"""Time for an answer; long enough to resend the first packet of a connection once."""
 _MAX_BYTES = 1 << 16
 """Bytes of a message."""
 _AT_ONCE = 200
-"""Connections at a time, fewer than a process may usually have."""
+"""Connections at a time, below the usual limit of open files."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Position:
     """A rank's position, as it reports it.
 
     Attributes:
-        waits_for: empty if it waits for no rank.
+        waits_for: what it waits for; empty if it waits for no rank.
         operation: the call of user code that needs other ranks: `state_dict()`, `saving to …`; empty within a step.
         code: file, line and function of user code; after its end, the error that ended it.
         waits: number of waits that have ended.
@@ -144,7 +144,7 @@ class Message:
 
     Attributes:
         lane: see `watcher`.
-        token: of the rank that is asked, which answers no one else.
+        token: of the rank that is asked, which ignores messages without it.
         verdict: of the sender; empty: none.
         position: of the rank that answers, or of one that asks and has ended.
     """
@@ -209,17 +209,17 @@ class Listener:
                     question = Message.of_bytes(lines.readline(_MAX_BYTES))
                     if hmac.compare_digest(question.token, self.endpoint.token):
                         connection.sendall(self._answer(question).to_bytes())
-            except Exception:  # must continue: without this thread the rank would seem to be stopped
+            except Exception:  # must continue: without this thread the rank would look stopped
                 _log.debug("a question of another rank was not answered", exc_info=True)
 
 
 class Contact(Enum):
-    """Name how far a question came."""
+    """Outcome of a question to another rank."""
 
     UNREACHABLE = auto()
     """The host does not answer."""
     REFUSED = auto()
-    """The host answers that it has no such process."""
+    """The host answers that the process has ended."""
     SILENT = auto()
     """The process does not answer."""
     ANSWERED = auto()
@@ -227,7 +227,7 @@ class Contact(Enum):
 
 @dataclass(frozen=True)
 class Reply:
-    """Holds what came of a question."""
+    """Outcome of a question, and the answer if there is one."""
 
     contact: Contact
     message: Message | None = None

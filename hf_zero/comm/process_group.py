@@ -72,12 +72,7 @@ def home_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def watcher_of(group: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
-    """Return the stall watch of a process group.
-
-    Args:
-        group: the process group.
-        stall_s: its limit from now on; None: unchanged.
-    """
+    """Return the stall watch of a process group. `stall_s`: its limit from now on; None: unchanged."""
     found = _WATCHERS.get(group)
     if found is None:
         store: Any = dist.distributed_c10d._get_default_store()

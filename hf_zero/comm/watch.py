@@ -16,9 +16,9 @@ STALL_S = 30.0
 """For wires that are opened before an engine's settings are known."""
 
 SLOW_FACTOR = 20
-"""A rank that waits for no other or does not answer, and ranks that all wait for the same (a long transfer), get this many
-times `stall_s`: they may continue by themselves. Meanwhile the waiting ranks log whom they wait for. With the default
-`stall_s` it is NCCL's own limit, 10 minutes."""
+"""Multiple of `stall_s` that ranks get if they may still continue: a rank that waits for no other or does not answer, and ranks
+that all wait for the same (a long transfer). Meanwhile waiting ranks log which ranks they wait for. With the default `stall_s`
+it is NCCL's own limit, 10 minutes."""
 
 _BROKEN = (
     "closed by peer",
@@ -34,7 +34,7 @@ _BROKEN = (
 
 
 class Wait:
-    """A blocking call whose time is counted, and which the watch shows."""
+    """A blocking call whose time is counted and which the watch reports."""
 
     __slots__ = ("_call", "_count", "_watch", "kind", "started", "tag")
 
@@ -50,7 +50,7 @@ class Wait:
         """Make the call.
 
         Raises:
-            StallError: this rank waits for one that will not come, or has ended.
+            StallError: this rank waits for one that will not arrive, or has ended.
         """
         watch = self._watch
         if watch.verdict is not None:
@@ -81,15 +81,15 @@ class Watch:
         done: waits that have ended.
         last: when the last wait began.
         step: optimizer steps made.
-        gathers: a number that stands for the gathers so far and their order, where messages have no tags.
+        gathers: a hash of the gathers so far, in order, for wires whose messages have no tags.
         phase: of the engine.
         units: names of units by message tag.
         engine: number of the engine that the wire is for, the same on every rank; 0: none.
-        groups: by kind of wait, the ranks that take part if these are not all; text that follows what is waited for.
+        groups: by kind of wait, text that names the participating ranks if these are not all.
         verdict: why this rank cannot continue. Every wait that begins or breaks afterwards raises it.
         interrupts: functions that together break every wait of the wire, from another thread.
         explain: set by the watcher; called after a wait failed, with True if the connection to another rank has broken.
-            Returns within seconds why this rank cannot continue, if that is known.
+            Returns within seconds why this rank cannot continue, if known.
     """
 
     def __init__(self, *interrupts: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ class Watch:
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
-        """Name a call of user code that needs all ranks, while it runs."""
+        """Report this call of user code, which needs all ranks, while it runs."""
         self.operations.append(what)
         try:
             yield

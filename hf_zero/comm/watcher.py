@@ -5,7 +5,7 @@ every other rank for its position (`position`). Three facts end the wait: a rank
 `stall_s`; no rank has moved for `stall_s`. The rank that finds one sends its verdict to all others before it raises.
 
 Waits of one thread are one *lane*, because a thread is at one position at a time: the training loop's, over all wires of the
-process group, and that of each wire that saves a checkpoint behind training.
+process group, and one of each wire that saves a checkpoint in the background.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 _TICKS = 12
 """Checks per `stall_s`."""
 _ASKS_EACH_S = 200
-"""Ranks that one rank asks per second, at most about so many."""
+"""Approximate limit on how many ranks one rank asks per second."""
 _ASK_S = 3.0
-"""A wait this long asks for positions. Messages that a rank sent before it ended have arrived by then."""
+"""A longer wait asks for positions. Messages that a rank sent before it ended have arrived by then."""
 _SILENT = 0.7
-"""A host without an answer for this part of `stall_s` cannot be reached."""
+"""A host that has not answered for this part of `stall_s` is unreachable."""
 _ENDING_S = 1.0
-"""Time in which a process that loses its connections ends."""
+"""Time in which a process ends after its connections have broken."""
 _LEAVE_S = 0.5
 """Time that a rank takes to report its end."""
 _GLOO_S = 5.0
@@ -94,7 +94,7 @@ class _Peer:
     ended: Position | None = None
 
     def note(self, contact: Contact, began: float) -> None:
-        """Record what came of a question that was sent at `began`."""
+        """Record the outcome of a question that was sent at `began`."""
         self.was_reached |= contact in (Contact.SILENT, Contact.ANSWERED)
         self.has_exited |= contact is Contact.REFUSED and (self.was_reached or not self.is_remote)
         if contact is not Contact.UNREACHABLE:
@@ -120,7 +120,7 @@ class Watcher:
     Attributes:
         endpoint: of this rank.
         engines: number of engines so far.
-        groups: process groups of some ranks, by all groups of their kind: this rank's one of each.
+        groups: this rank's process group of each partition into groups, by the partition.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Watcher:
         self._endpoints_since: float | None = None
         self.hosts: list[str] = []
         self.last_unreachable = 0.0
-        """When a host was last found unreachable. TCP sends lost bytes again within the length of a cut."""
+        """When a host was last found unreachable. After an outage TCP resends lost bytes within the time that it lasted."""
         self._peers: dict[int, _Peer] = {}
         self._listener = Listener(own_address(store), self._answer)
         self.endpoint = self._listener.endpoint
@@ -162,7 +162,7 @@ class Watcher:
         }
         self.hosts = [endpoint.host for endpoint in endpoints]
         self._endpoints_since = time.perf_counter()
-        self._wake.set()  # a network that is cut soon must have been seen to work
+        self._wake.set()  # asks at once: only ranks that were reached before can become unreachable
 
     @property
     def has_endpoints(self) -> bool:
@@ -176,7 +176,7 @@ class Watcher:
     # In any thread --------------------------------------------------------------------------------------------------
 
     def ask_all_ranks(self, message: Message, limit_s: float = ANSWER_S) -> dict[int, Reply]:
-        """Send a message to all other ranks. Return what came of it by rank.
+        """Send a message to all other ranks; return the replies by rank.
 
         Raises:
             OSError: no descriptor is left.
@@ -237,7 +237,7 @@ class Watcher:
 
     def _check(self) -> None:
         is_new = self._endpoints_since is not None and time.perf_counter() - self._endpoints_since < STALL_S
-        if is_new and not all(peer.was_reached for peer in self._peers.values()):  # while the network works
+        if is_new and not all(peer.was_reached for peer in self._peers.values()):  # while the network still works
             self.ask_all_ranks(Message())
         for lane in self.lanes.values():
             lane.check(time.perf_counter())
@@ -386,7 +386,7 @@ class _Lane:
         ]
         if waited_s <= stall_s:
             return None
-        # A host that is back: what was lost arrives within `stall_s`. One that is not is found by `unreachable`.
+        # After an outage, lost messages arrive within `stall_s`. `unreachable` finds hosts that stay away.
         if late or now - watcher.last_unreachable < stall_s:
             if waited_s > self._reported_s:
                 self._reported_s = 2 * waited_s
@@ -455,7 +455,7 @@ class _Lane:
 
 
 class _Progress:
-    """Holds what this rank has seen of another during one wait.
+    """Progress of another rank, as this rank observed it during one wait.
 
     Attributes:
         position: the last one; None: unknown.
@@ -482,7 +482,7 @@ class _Progress:
 def _patience(seen: _Progress, positions: Sequence[Position | None]) -> float:
     """Return how long a rank may make no progress, as a multiple of `stall_s`."""
     position = seen.position
-    # It does not answer, or waits for no other rank: it may read, load, compile, or call a server.
+    # It does not answer, or waits for no other rank: it may be reading, loading, compiling, or calling a server.
     if position is None or seen.is_silent or not position.waits_for:
         return SLOW_FACTOR
     together = all(

@@ -1,4 +1,4 @@
-"""The wire: collectives between ranks, and counters of their bytes and waits. `group_wire` has those of several ranks.
+"""Collectives between ranks, and counters of their bytes and waits. `group_wire` has the wires of several ranks.
 
 Bytes are the payload that this rank sends: (N-1)/N of a buffer for a gather or a reduce.
 """
@@ -23,8 +23,8 @@ Cuts = Sequence[int]
 class Traffic(Counters):
     """Counters by kind: `gather`, `reduce`, `scalar`, `agree` (which units take part), `other` (start-up, state dicts).
 
-    Calls are the collectives that this rank took part in, bytes those that it sent. On CUDA a wait occupies the stream and
-    takes next to no host time.
+    Calls are the collectives that this rank took part in, bytes those that it sent. On CUDA a wait blocks the stream and takes
+    almost no host time.
     """
 
     KINDS = ("gather", "reduce", "scalar", "agree", "other")
@@ -35,12 +35,12 @@ class Traffic(Counters):
 
 
 class RankStatus(NamedTuple):
-    """A message of one rank to all.
+    """One rank's status in an exchange.
 
     Attributes:
-        depth: the calls that the rank is in: see `Watch.operation`.
-        reason: why it leaves the innermost one; None: it does not fail.
-        value: any that pickles.
+        depth: number of operations that the rank is in: see `Watch.operation`.
+        reason: why the innermost one failed; None: it did not.
+        value: any value that pickles.
     """
 
     depth: int
@@ -54,7 +54,7 @@ class Wire:
     Attributes:
         device: of the tensors that it sends; None: any.
         ragged: `reduce` accepts a source without the padding at the span's end.
-        waits_in_any_order: a reduce ends without further messages of this rank, so ranks may wait for it at different places.
+        waits_in_any_order: a reduce needs no further messages of this rank, so ranks may wait for reduces in different orders.
         codec: format of reduces, where it makes them shorter.
         shard_group: the wire over which one copy of the sharded state is partitioned, if not over all ranks. Its `rank` is
             the number of this rank's slice.
@@ -150,7 +150,7 @@ class Wire:
         """Return the small Python values of all ranks, in rank order.
 
         Raises:
-            RankMismatchError: another rank has left a call that this one is in; why.
+            RankMismatchError: another rank has left an operation that this one is in; says why.
         """
         statuses = self.exchange_statuses(RankStatus(len(self.watch.operations), None, value))
         mismatch = self.mismatch(statuses)
@@ -159,11 +159,11 @@ class Wire:
         return [each.value for each in statuses]
 
     def exchange_statuses(self, status: RankStatus) -> list[RankStatus]:
-        """Exchange values of ranks that may be in different calls."""
+        """Exchange statuses of ranks that may be in different operations."""
         return [status]
 
     def mismatch(self, statuses: Sequence[RankStatus]) -> RankMismatchError | None:
-        """Return the error of ranks that are in different calls; None if they are in the same."""
+        """Return the error for ranks that are in different operations; None if all are in the same."""
         depth = min(each.depth for each in statuses)
         failed = next(
             (f" failed on rank {rank}: {each.reason}" for rank, each in enumerate(statuses) if each.reason), ""

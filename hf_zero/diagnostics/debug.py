@@ -1,4 +1,4 @@
-"""`debug=True`: compare around each step what all ranks must have alike, and refuse steps over NaN and infinity."""
+"""`debug=True`: compare values that must be equal on all ranks around each step; refuse steps with NaN or infinity."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ CLOSE, EVERY = 10, 10
 
 
 class Debug(Observer):
-    """Compares values of one model over the ranks by fingerprints, and looks for values that are not finite.
+    """Compares values of one model across ranks by fingerprints, and finds values that are not finite.
 
-    Looking is local. Ranks exchange what they saw only in `before_step` and `after_step`, where every rank is in every step, so
-    errors are the same on all ranks. Numbers of forwards may differ.
+    The search is local. Ranks exchange findings only in `before_step` and `after_step`, which every rank reaches in every step,
+    so errors are equal on all ranks. Numbers of forwards may differ.
     """
 
     def attach(self, engine: Engine) -> None:
         self._engine, self._context, self._wire = engine, engine.context, engine.context.wire
         self._step = 0
         self._in_pass: dict[str, bytes] = {}
-        """Digests of what was equal when it was sent: buffers, and gathered weights."""
+        """Digests of buffers and gathered weights, which were equal when they were sent."""
         self._first_found: str | None = None
-        """The place where this rank saw the first value that is not finite and of which the next step has a gradient."""
+        """Place of the first value that is not finite on this rank, if the next step has a gradient of it."""
         self._is_used = False
-        """A backward has ended since: the value goes with the gradients."""
+        """A backward has ended since: `zero_grad` discards the value with the gradients."""
         hosts = [(unit, host) for unit in engine.units for host in unit.hosts]
         self._handles = [
             host.register_forward_hook(partial(self._after_unit, unit), with_kwargs=True) for unit, host in hosts
@@ -97,7 +97,7 @@ class Debug(Observer):
         self._is_used = self._first_found is not None
 
     def after_zero_grad(self) -> None:
-        if self._is_used:  # what a forward showed whose backward is to come stays
+        if self._is_used:  # keeps a finding whose backward is still to come
             self._forget()
 
     def _forget(self) -> None:
@@ -106,11 +106,11 @@ class Debug(Observer):
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare what ranks had in the passes and have now; look at the gradients that the optimizer gets. A collective.
+        """Compare values of the passes and of now; check the gradients that the optimizer gets. A collective.
 
         Raises:
             RankMismatchError: with the first difference, on every rank.
-            NumericsError: a gradient is not finite; says where that came from.
+            NumericsError: a gradient is not finite; says where the value was first found.
         """
         self._engine.wait_for_host_steps()
         self._step = self._wire.watch.step
@@ -133,11 +133,11 @@ class Debug(Observer):
         )
 
     def _values_to_compare(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and what all ranks must have alike: plain values, and digests of weights and buffers."""
+        """Yield names and values that must be equal on all ranks: plain values, digests of weights and buffers."""
         for binding in self._engine.bindings:
             for segment in (each for group in binding.segments for each in group):
                 if segment.is_matrix and segment.span.layout.shards > 1:
-                    continue  # one owner each: there is nothing to compare
+                    continue  # has one owner: nothing to compare
                 (count,) = plain(binding.state_of(segment).get("step")) or (None,)
                 for index in segment.members:
                     yield f"the optimizer's 'step' of {_name(segment.span, index)}", count
@@ -148,7 +148,7 @@ class Debug(Observer):
         yield from self._in_pass.items()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the values that the optimizer wrote. A collective.
+        """Check the values that the optimizer wrote. A collective.
 
         Raises:
             NumericsError: one is not finite.
@@ -172,7 +172,7 @@ class Debug(Observer):
 
 
 def _first_of(everyone: list[str | None]) -> str:
-    """Return the place where each rank saw it first; empty if none has."""
+    """Return where each rank found a non-finite value first; empty if none has."""
     parts = [f"rank {rank}: {seen}" for rank, seen in enumerate(everyone) if seen is not None]
     clean = [rank for rank, seen in enumerate(everyone) if seen is None]
     others = f"; on {ranks_text(clean)} all was finite until gradients were averaged" if clean else ""
@@ -208,7 +208,7 @@ def _first_not_finite(parts: Iterable[tuple[Span, int, Any]], what: str) -> str 
 
 
 def _kind_in(tensors: Iterable[Any]) -> str | None:
-    """Return `NaN` or `inf` of the first tensor that has one; dense ones that can be read are looked at."""
+    """Return `NaN` or `inf` if a dense tensor that can be read has it; the first one decides."""
     functorch = torch._C._functorch
     for each in tensors:
         if not isinstance(each, Tensor) or not (each.is_floating_point() or each.is_complex()) or each.is_meta:
@@ -216,7 +216,7 @@ def _kind_in(tensors: Iterable[Any]) -> str | None:
         if each.is_nested or each.layout is not torch.strided:
             continue
         if functorch.is_functorch_wrapped_tensor(each) or functorch.is_legacy_batchedtensor(each):
-            continue  # inside `torch.func`, or of `is_grads_batched=True`: there is no one value
+            continue  # inside `torch.func`, or of `is_grads_batched=True`: has no single value
         with torch.no_grad():
             values = each.detach()
             if not bool(values.isfinite().all()):

@@ -1,4 +1,4 @@
-"""Ranks must make the same steps with the same options (`lr`, `betas`, …): compared as one number in every backward."""
+"""Compare the step count and the optimizers' options (`lr`, `betas`, …) across ranks, as one number in every backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OptimizerOptionsCheck(Observer):
         return [mark, _MASK - mark]
 
     def check_max_values(self, highest: list[int]) -> None:
-        """Compare. The highest number and the highest complement belong together only where all ranks are alike.
+        """Compare. The highest number and the highest complement belong together only if all ranks are equal.
 
         Raises:
             RankMismatchError: with the first difference, on every rank.
@@ -81,7 +81,7 @@ class OptimizerOptionsCheck(Observer):
 
 
 def plain(value: Any) -> tuple[Any] | None:
-    """Return a value that ranks can compare, in a tuple of one; None where there is none."""
+    """Return a value that ranks can compare, in a tuple of one; None if there is none."""
     if type(value) in _NUMBERS:
         return (value,)
     if isinstance(value, Tensor):
@@ -93,7 +93,7 @@ def plain(value: Any) -> tuple[Any] | None:
 
 
 def refuse_difference(everyone: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Compare what the ranks have under the same names; a rank may lack a name. Values are plain, digests are bytes.
+    """Compare the values that all ranks have for each name; a rank may lack a name. Values are plain, digests are bytes.
 
     Raises:
         RankMismatchError: two ranks differ; the message has the first difference.

@@ -76,7 +76,7 @@ class Recorder:
         recorded: number of recorded steps.
         last: values of the last one, as in the file.
         path: the file, if one is written.
-        is_open: it measures.
+        is_open: it still measures.
         peak: bytes by tier and kind, the highest of all steps.
 
     Args:
@@ -124,7 +124,7 @@ class Recorder:
             self._file.close()
             self._file = None
 
-    # What the engine calls --------------------------------------------------------------------------------------------
+    # Called by the engine ---------------------------------------------------------------------------------------------
 
     def forward(self, samples: float = 0, tokens: int = 0) -> None:
         """Count the samples and tokens of a forward of the whole model that begins; not of a recomputation."""
@@ -175,7 +175,7 @@ class Recorder:
         self._append({"kind": "step", **self.last})
         self._forwards = self._evaluations = self._samples = self._tokens = 0
 
-    # What people ask --------------------------------------------------------------------------------------------------
+    # Queries ----------------------------------------------------------------------------------------------------------
 
     def usual(self) -> list[dict[str, Any]]:
         """Return the recent steps without the first and those with an evaluation, unless there are no others."""
@@ -266,7 +266,7 @@ def _channel_rows(traffic: Mapping[str, int], recorder: Recorder) -> tuple[Chann
 
 
 class RecorderObserver(Observer):
-    """Feeds a `Recorder`, where one measures."""
+    """Feeds the open `Recorder`, if there is one."""
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -276,7 +276,7 @@ class RecorderObserver(Observer):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Return the recorder that measures every step; None: nothing is recorded."""
+        """Return the recorder that measures every step; None if none is open."""
         return self._last if self._last is not None and self._last.is_open else None
 
     def detach(self) -> None:
@@ -301,7 +301,7 @@ class RecorderObserver(Observer):
         self._stepped.add(optimizer)
 
     def report(self) -> Report:
-        """Return what this rank takes now, and what was predicted; what a recorder has measured, too."""
+        """Return this rank's current and predicted bytes, and what the open recorder has measured."""
         engine, recorder = self._engine, self.recorder
         context, now = engine.context, measure(engine)
         planned = predicted(engine, 1 if recorder is None else int(recorder.median("forwards") or 1))

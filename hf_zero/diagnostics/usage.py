@@ -1,9 +1,9 @@
-"""Measure what an engine takes, moves and waits for, and compare it with the plan.
+"""Measure the memory, traffic and waits of an engine, and compare them with the plan.
 
 What each kind of bytes counts (`plan.costs.KINDS`):
-* parameters: what gathers read, and full parameters that stay. optimizer: masters that are other memory, and states.
-* gradients: reduced ones. gathered: full parameters that come and go. communication: gradients on their way to their owners.
-* staging: blocks, slabs and landing buffers of the host.
+* parameters: copies that gathers read, and full parameters that stay. optimizer: masters in separate memory, and states.
+* gradients: reduced ones. gathered: temporary full parameters. communication: gradients that are being reduced.
+* staging: blocks, slabs and transfer buffers of the host.
 * On disk, regions count as they are allocated, in whole pages.
 * Not counted: activations, local gradients of a unit whose backward still runs, the transport's and the optimizer's own memory.
 On a CPU device both device and host are host memory, told apart by the tier.
@@ -91,7 +91,7 @@ def measure(engine: Engine) -> Table:
 
 
 def process_bytes(engine: Engine) -> dict[str, int]:
-    """Return what the system counts: `rss` now, `rss peak`, `disk file`; on CUDA what torch has allocated."""
+    """Return bytes as the system counts them: `rss` now, `rss peak`, `disk file`; on CUDA also what torch has allocated."""
     out = {}
     with suppress(OSError):  # not Linux
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
@@ -141,7 +141,7 @@ def counters(engine: Engine) -> dict[str, Any]:
 
 
 def facts(engine: Engine, backward_per_step: int) -> dict[str, Any]:
-    """Return what is known of the run, as plain values: the first line of its file."""
+    """Return facts of the run as plain values, for the first line of its file."""
     context = engine.context
     return {
         "version": __version__,
@@ -170,7 +170,7 @@ def predicted(engine: Engine, backward_per_step: int = 1) -> Plan:
     """Return the engine's plan for the optimizers bound now.
 
     Args:
-        backward_per_step: micro-batches that a step is seen to have.
+        backward_per_step: micro-batches of a step, as observed.
     """
     context = engine.context
     inputs = replace(

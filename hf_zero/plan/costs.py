@@ -2,7 +2,7 @@
 
 `peaks` adds temporary bytes.
 
-Words: a span's slice is this rank's part of it. The copy is the slice in the compute dtype, in the parameter tier. Master,
+Terms: a span's slice is this rank's part of it. The copy is the slice in the compute dtype, in the parameter tier. Master,
 gradient and optimizer states of the slice are in the optimizer tier. Where types and tiers are equal, the copy is the master.
 """
 
@@ -37,7 +37,7 @@ class Placement:
 
     @staticmethod
     def of(span: SpanLayout, parameters: Tier, optimizer: Tier) -> Placement:
-        """Place a span. A copy of the master's type goes to the faster of the two tiers; in one tier, both are one memory."""
+        """Place a span. A copy of the master's dtype is placed in the faster tier; in one tier, both share memory."""
         if not span.is_updated:
             return Placement(parameters)
         if has_one_type(span):
@@ -156,7 +156,7 @@ class Memory:
 
 
 def stays(span: SpanLayout, placement: Placement, policy: StagePolicy) -> bool:
-    """Return whether the full span is in device memory all the time."""
+    """Return whether the full span is always in device memory."""
     return placement.parameters is Tier.DEVICE and (policy.keep_full or span.shards == 1)
 
 
@@ -196,7 +196,7 @@ def parameter_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int
 def master_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
     """Return bytes of masters that are not the copy, which counts as parameters; on disk in full pages.
 
-    A frozen span keeps exact values besides those that it computes with.
+    A frozen span stores exact values in addition to its compute copy.
     """
     if is_in_files(span, placement, setup) or shares_memory(span, placement, setup.policy):
         return 0
@@ -205,7 +205,7 @@ def master_bytes(span: SpanLayout, placement: Placement, setup: Setup) -> int:
 
 
 def tensors_bytes(span: SpanLayout, tier: Tier, setup: Setup) -> tuple[int, int]:
-    """Return bytes of optimizer states in `tier`, on disk in full pages; and in host memory besides.
+    """Return bytes of optimizer states in `tier`, on disk in full pages, and of those that stay in host memory.
 
     Full-matrix optimizers: the states of each parameter, of any shape. Those that are not of the parameter's shape are never
     on disk.

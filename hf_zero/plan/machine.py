@@ -35,7 +35,7 @@ MARGIN = 0.1
 DISK_MARGIN = 0.05
 
 _TURN_BYTES = 256 << 20
-"""Copied, written or read in one turn of a probe."""
+"""Bytes copied, written or read in one repetition of a probe."""
 _REPEATS = 3
 _MIN_GEMM, _MAX_GEMM, _GEMM_S = 256, 8192, 0.02
 
@@ -46,7 +46,7 @@ _SIZES = ("device_memory", "host_memory", "disk_free", "shares_memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One rank's share of a machine: bytes, bytes per second, floating-point operations per second. None: not known.
+    """One rank's share of a machine: bytes, bytes per second, floating-point operations per second. None: unknown.
 
     A tier of unknown size counts as large enough. A step with a part of unknown speed has no predicted time.
     """
@@ -109,7 +109,7 @@ class Machine:
 
     @staticmethod
     def minimum(machines: Iterable[Machine]) -> Machine:
-        """Return what all machines have, so that a plan is the same on every rank."""
+        """Return the lowest size and speed of each kind, so that all ranks make the same plan."""
         every = list(machines)
 
         def lowest(name: str) -> Any:
@@ -253,7 +253,7 @@ def host_name() -> str:
 
 
 def _turns(device: torch.device, action: Callable[[], object], turns: int, wire: Wire | None = None) -> list[float]:
-    """Return the seconds of turns, which all ranks of `wire` begin together, after one warm-up."""
+    """Return the seconds of each repetition after one warm-up. All ranks of `wire` start them together."""
     taken = []
     for _ in range(turns + 1):
         synchronize(device)

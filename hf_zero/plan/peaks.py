@@ -1,4 +1,4 @@
-"""Temporary bytes of a step, and their highest moment: gathered units, gradients that are reduced, buffers of the host."""
+"""Temporary bytes of a step and their peak: gathered units, gradients that are being reduced, host buffers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _UnitBytes:
     fresh: int = 0
     """Local gradients, without those that add up in place."""
     copying: int = 0
-    """The most of these and of their copies together."""
+    """The peak of local gradients and their copies together."""
     moving: int = 0
     """Copies and means, until the next unit's reduce begins."""
     kept: int = 0
@@ -56,7 +56,7 @@ class _UnitBytes:
 
 @dataclass(slots=True)
 class _Peaks:
-    """The highest temporary bytes of a step's passes.
+    """Peaks of the temporary bytes in a step's passes.
 
     Attributes:
         gathered: of gathered units; `communication`, `gradients`: of local and of stored ones, each at its own moment.

@@ -1,4 +1,4 @@
-"""Build a model's layout, and a plan for it. Needs no process group, no device and no values.
+"""Build a model's layout, and a plan for it. Needs no process group, device or values.
 
 A plan is a layout, a tier for every state, the resulting bytes and seconds, and a reason for each choice.
 """

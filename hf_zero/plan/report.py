@@ -1,6 +1,6 @@
 """The report of an engine: memory, traffic and waits per rank, predicted, measured, and under plain data parallel.
 
-Tiers, kinds and roads are strings here: `device`, `host`, `disk`; those of `costs.KINDS` and `traffic.CHANNELS`.
+Tiers, kinds and channels (`road`) are strings: `device`, `host`, `disk`; those of `costs.KINDS` and `traffic.CHANNELS`.
 """
 
 from __future__ import annotations

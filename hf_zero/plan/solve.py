@@ -1,7 +1,7 @@
 """The inputs of a plan, and the placement of `auto`: a greedy fill of the fastest memory with whole units.
 
-A unit's parameters are in one tier, and so is its optimizer state. All units start in the same two tiers. Then they move up in
-the order of the layout: first to the device, then from disk to host memory. The predicted time of a step decides where they
+A unit's parameters are in one tier, and so is its optimizer state. All units start in the same two tiers. Then they move to
+faster tiers in layout order: first to the device, then from disk to host memory. The predicted step time decides where they
 start, and whether optimizer state or parameters move first.
 
 The placement depends only on the inputs, which are equal on all ranks.
@@ -41,7 +41,7 @@ NOMINAL = {
     "disk_write": 2.5e9,
     "collective": 1e10,
 }
-"""Speeds that order the choices if none are known."""
+"""Speeds to compare placements with if none are known."""
 TIE_WEIGHT = 1e-3
 """Weight of the sum of all parts, added to the time: of equally fast placements the one with less traffic wins."""
 ATTEMPTS = 4
@@ -185,7 +185,7 @@ Pair = tuple[Tier, Tier]
 
 
 class _Filler:
-    """Moves units up as far as budgets allow, in a layout where every rank owns the mean."""
+    """Moves units to faster tiers as far as budgets allow, in a layout where every rank owns the mean."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         rates: dict[str, Any] = {name: getattr(inputs.machine, name) or rate for name, rate in NOMINAL.items()}
@@ -219,7 +219,7 @@ class _Filler:
     def _filled(
         self, start: Pair, moves: Sequence[tuple[int, Tier]], used: Mapping[Tier, int]
     ) -> tuple[Placement, ...] | None:
-        """Start in two tiers and move units up as far as budgets allow; None if that does not fit."""
+        """Start in two tiers and move units to faster ones as far as budgets allow; None if that does not fit."""
         spare: dict[str, int] = {}
         for _ in range(ATTEMPTS):
             limits = [(TIERS_OF_LIMIT[name], limit - spare.get(name, 0)) for name, limit in self._budgets.items()]

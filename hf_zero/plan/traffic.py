@@ -1,4 +1,4 @@
-"""Bytes that a step moves on one rank, by phase and channel, and their seconds; `costs` defines the words."""
+"""Bytes that a step moves on one rank, by phase and channel, and their seconds; `costs` defines the terms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PhaseTraffic = dict[tuple[str, str], float]
 
 
 SEQUENCE = "sequence"
-"""The channel of what attention exchanges under `sp_size`."""
+"""The channel of attention's all-to-all exchanges under `sp_size`."""
 _SPEEDS = {
     "down": "link_down", "up": "link_up", "read": "disk_read", "write": "disk_write", "device": "device_bandwidth",
     "host": "host_bandwidth",
@@ -119,7 +119,7 @@ def span_traffic(span: SpanLayout, placement: Placement, setup: Setup, used: int
     numel = span.slice_numel
     copy, masters = numel * itemsize(span.spec.compute_dtype), numel * itemsize(span.spec.master_dtype)
     own = Tier.DEVICE if casts_master(span, placement, setup) else placement.parameters
-    has_link = not setup.is_cpu  # else what arrives in host memory, or is updated there, is where it is used
+    has_link = not setup.is_cpu  # on a CPU device, host memory is where values are used
     traffic: PhaseTraffic = {}
 
     def add(phase: str, channel: str, nbytes: float) -> None:
@@ -147,7 +147,7 @@ def span_traffic(span: SpanLayout, placement: Placement, setup: Setup, used: int
     gradient = numel * gradient_itemsize(span, tier, setup) or arriving
     if has_link:
         add(PASSES, "down", arrivals * arriving)
-    if span.is_unsliced and has_link:  # what is needed for the step comes up for it
+    if span.is_unsliced and has_link:  # the step runs on the device, on temporary copies
         add(STEP, "up", masters + states + gradient)
         add(STEP, "device", touched + masters)
         add(STEP, "down", masters + states)

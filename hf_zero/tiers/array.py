@@ -47,7 +47,7 @@ _READ_WHOLE = (
 
 
 class OnDisk:
-    """1-D values in a file. A slice is a view: it costs nothing and writes to the same file.
+    """1-D values in a file. A slice is a view: it reads nothing, and writes to the same file.
 
     Args:
         source: the array.
@@ -201,9 +201,6 @@ class DiskArray:
     """`numel` elements in this rank's file, in a region of whole pages. A new array has undefined content.
 
     Args:
-        disk: this rank's file.
-        numel: number of elements.
-        dtype: of the elements.
         base: another array with the values. They are read there until the first write, which copies them here and takes space.
             None afterwards.
 
@@ -289,10 +286,7 @@ class FileSource:
     The file is opened for each read: thousands of tensors hold no descriptors.
 
     Args:
-        path: the file.
         offset: of the first element, in bytes.
-        dtype: of the elements.
-        numel: number of elements.
         meter: counts the reads.
         stamp: of the file when `offset` was determined. A read of a file with another stamp raises TierError.
     """
@@ -330,7 +324,7 @@ class FileSource:
             ) from error
         try:
             move("read", fd, array, offset, 1, str(self.path))
-            found = Stamp.of(fd)  # must follow the read: it detects changes during the read
+            found = Stamp.of(fd)  # must follow the read, to detect changes during it
         finally:
             os.close(fd)
         if self._stamp is not None and found != self._stamp:
@@ -347,8 +341,6 @@ class JoinedSource:
     """`numel` elements joined from other arrays, read-only: parameters in a model's own files. Gaps are zeros.
 
     Args:
-        numel: number of elements.
-        dtype: of the elements.
         parts: (first element here, values) of each part; in order, without overlap.
         meter: counts the reads.
     """

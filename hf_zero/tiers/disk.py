@@ -1,6 +1,6 @@
-"""The disk tier's unnamed file: regions, and reads and writes at offsets, past the page cache if possible (O_DIRECT).
+"""The disk tier's unnamed file: regions, and reads and writes at offsets that bypass the page cache if possible (O_DIRECT).
 
-A few threads of the process make the transfers.
+A few threads of the process run the transfers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Workers:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            if self._waiting.pop(job, job) is None:  # else another thread has taken it
+            if self._waiting.pop(job, job) is None:  # else another thread runs it
                 job.run()
                 del self._live[job]
             del job
@@ -106,7 +106,7 @@ def inflight(jobs: Sequence[Call], meter: Meter, kind: str) -> Inflight:
     """Return a transfer that ends with the last of the jobs. The time of waits is counted."""
 
     def wait() -> None:
-        for job in jobs:  # all of them: no buffer may be in use after an error
+        for job in jobs:  # all jobs: no buffer may be in use after an error
             job.ended.wait()
         for job in jobs:
             if job.error is not None:
@@ -194,7 +194,7 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
 class _Descriptor:
     """An open file without a name. It is truncated and closed after its last transfer and its last owner.
 
-    Must be truncated: a forked child (a worker of a data loader) has the file open too, and would keep its space in use.
+    Must be truncated: a forked child (a data loader's worker) also has the file open, and would keep its space allocated.
     """
 
     def __init__(self, number: int) -> None:
@@ -222,7 +222,7 @@ class Disk:
     the process that created the file keeps it.
 
     Args:
-        folder: holds the file; created for this user only if it is missing. None: the system's temporary folder.
+        folder: holds the file; created, accessible to this user only, if it is missing. None: the system's temporary folder.
         rank: this rank, for messages.
         meter: counts the transfers.
 
@@ -313,7 +313,7 @@ class Disk:
                 _allocate(fd, self._end, nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, self._end)  # a failed allocation may leave a part
+                os.ftruncate(fd, self._end)  # a failed allocation may have grown the file
             raise failed(
                 error,
                 f"{self.where} needs {nbytes} bytes more than its {self._end}, {self.free_bytes} are free there",
@@ -339,10 +339,6 @@ class Disk:
 
     def read(self, offset: int, buffer: Tensor | memoryview) -> Inflight:
         """Start to fill `buffer` (CPU, contiguous, any dtype) from byte `offset` of the file.
-
-        Args:
-            offset: in bytes.
-            buffer: receives the bytes.
 
         Raises:
             TierError: while waiting: the read failed or the file is too short.

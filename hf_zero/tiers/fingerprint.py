@@ -45,7 +45,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def mixed_sums(tensor: Tensor) -> Tensor:
-    """Return a fingerprint by torch's own kernels: each word is mixed with its place, nonlinearly, before it is summed."""
+    """Return a fingerprint by torch's own kernels: each word is mixed nonlinearly with its position, then all are summed."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.data_ptr() % 8:  # the words must not depend on the address
         data = data.clone()

@@ -1,4 +1,4 @@
-"""Gradients that move from the device to the tier that stores them."""
+"""Asynchronous copies of reduced gradients from the device to the tier that stores them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .storage import Storage
 
 
 class GradientCopy:
-    """A reduced gradient on its way from the device to its span's tier. Any thread may wait for it.
+    """The copy of a reduced gradient from the device to its span's tier. Any thread may wait for it.
 
     Args:
-        mean: on the device, of the length and dtype of `target`. It must not change until the copy has ended.
+        mean: the gradient on the device, of `target`'s length and dtype. Must not change until the copy has ended.
         target: where the gradient is stored.
-        adds: `target` has a gradient of this step already.
+        adds: add to `target`, which already has a gradient of this step.
     """
 
     def __init__(self, storage: Storage, mean: Tensor, target: Values, *, adds: bool) -> None:

@@ -42,7 +42,7 @@ _lock = threading.Lock()
 
 
 def return_freed_memory() -> None:
-    """Return freed host memory of 1 MiB or more to the system at once. For this process, from now on.
+    """Make this process return freed host memory of 1 MiB or more to the system at once, from now on.
 
     For models that are mostly on disk: in malloc's heap every full parameter, and every gradient in training, would leave a
     hole that the next one does not fit. The heap would grow to the size of the data on disk.
@@ -52,7 +52,7 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """Do as `return_freed_memory` inside the block: memory that stays is not allocated between holes of malloc's heap."""
+    """Apply `return_freed_memory` inside the block, so that long-lived memory leaves no holes in malloc's heap."""
     before = _thresholds
     if not _is_chosen():
         _set_thresholds(_AT_ONCE)
@@ -82,11 +82,11 @@ def _is_chosen() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed host memory below 1 GiB mapped, for the next allocation. For this process, from now on.
+    """Make this process keep freed host memory below 1 GiB mapped for the next allocation, from now on.
 
     For ranks that compute on CPUs: gradients and buckets are temporary, and filling newly mapped memory takes seven times as
-    long (a page fault for every 4 KiB). The price is resident memory, holes in the heap included. Thresholds that the
-    environment sets are kept.
+    long (a page fault for every 4 KiB). The price is resident memory, including holes in the heap. Thresholds set in the
+    environment take precedence.
     """
     if not _is_chosen():
         _set_thresholds(_KEPT)
@@ -100,7 +100,7 @@ def use_huge_pages(address: int, nbytes: int) -> None:
     """
     if _madvise is None or nbytes < HUGE_BYTES:
         return
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages without other data
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages that have no other data
     _madvise(begin, (address + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE, _HUGE_PAGE)
 
 
@@ -153,7 +153,7 @@ class Link:
         Args:
             numel: number of elements.
             dtype: of the elements.
-            pin: the memory is copied to or from the device.
+            pin: page-lock it on CUDA: it will be copied to or from the device.
         """
         memory = pages(numel * dtype.itemsize)
         if pin and self._locks_pages and memory.nbytes:
@@ -238,7 +238,7 @@ class Link:
         return Inflight((arrived,), (TimedWait(event.synchronize, self.meter, "up", source),), ready=event.query)
 
     def wait_for_copies_to_host(self) -> None:
-        """Let the current stream wait for all copies to the host so far: their sources may be written or freed after it."""
+        """Make the current stream wait for all copies to the host so far: then their sources may be written or freed."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_stream(self._down)
 

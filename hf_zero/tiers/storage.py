@@ -164,9 +164,9 @@ class Storage:
         return made
 
     def limit_gradient_copies(self, wait: Callable[[], None]) -> None:
-        """Wait until the gradient that moved before is stored. `wait` waits for the one that moves now."""
+        """Wait until the previous gradient is stored: one is copied at a time. `wait` waits for the current one."""
         before, self._wait_for_gradient = self._wait_for_gradient, wait
-        if before is not None and before != wait:  # the same bucket has waited itself
+        if before is not None and before != wait:  # the same bucket has already waited
             before()
 
     def empty(self, tier: Tier, numel: int, dtype: torch.dtype) -> Values:
@@ -201,7 +201,7 @@ class Storage:
         return Inflight((source.begin_read(memory),), (Inflight(finish=release),), send_up)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory; `release_scratch` returns it."""
+        """Return temporary host memory. The caller must pass it to `release_scratch`."""
         needed = numel * dtype.itemsize
         with self._lock:
             fitting = [memory for memory in self._free if memory.numel() >= needed]
@@ -215,7 +215,7 @@ class Storage:
 
     def release_scratch(self, memory: Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.untyped_storage())
-        with self._lock:  # keep the largest: they fit any request
+        with self._lock:  # keeps the largest: they fit most requests
             free = sorted([whole, *self._free], key=Tensor.numel, reverse=True)
             self._free = free[:KEPT_BUFFERS]
         for memory in free[KEPT_BUFFERS:]:

@@ -16,10 +16,10 @@ ALIGN_BYTES = 4096
 PIECE_BYTES = 4 << 20
 """Longer transfers are split into pieces of this size, which move concurrently."""
 THREADS = 4
-"""Pieces under way at once. Unaligned ones need a buffer each: `THREADS * PIECE_BYTES` at most."""
+"""Pieces in transfer at once. Unaligned ones need a buffer each: `THREADS * PIECE_BYTES` at most."""
 
 WRITTEN_INPUTS = 4
-"""Inputs of checkpointed blocks that are in host memory on their way to disk: the last ones stay there for the backward."""
+"""Checkpointed inputs that wait in host memory for their write to disk. The last ones stay there for the backward."""
 
 
 class Tier(Enum):
@@ -62,7 +62,7 @@ class Meter(Counters):
 
     Attributes:
         stepper_thread: identifier of the thread that steps over offloaded state.
-        stepper_wait_s: the part of the waits that this thread has made, concurrently with training.
+        stepper_wait_s: the time that this thread has waited, concurrently with training.
     """
 
     KINDS = ("down", "up", "read", "write")

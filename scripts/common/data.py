@@ -54,7 +54,7 @@ LOADERS |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 
 def stdlib_files(root: str | None = None) -> list[tuple[str, Path]]:
-    """(package, file) of the standard library's modules, in an order that is shuffled, and the same everywhere.
+    """Return (package, file) of the standard library's modules, in a shuffled order that is equal on every rank.
 
     A module outside any package has the package "".
     """
@@ -71,7 +71,7 @@ def stdlib_files(root: str | None = None) -> list[tuple[str, Path]]:
 
 
 def corpus_files(held_out: bool, size: int, root: str | None = None) -> Iterator[dict[str, str]]:
-    """Rows of whole files: every 12th file is held out, so that what is evaluated was never trained on."""
+    """Yield a row per file. Every 12th file is held out: evaluation never sees training text."""
     budget = size // 12 if held_out else size
     for number, (_, path) in enumerate(stdlib_files(root)):
         if (number % 12 == 0) == held_out and budget > 0:
@@ -81,9 +81,9 @@ def corpus_files(held_out: bool, size: int, root: str | None = None) -> Iterator
 
 
 def corpus_snippets(held_out: bool, size: int, root: str | None = None) -> Iterator[dict[str, str]]:
-    """Rows of some consecutive lines and the package they are from, for the largest packages.
+    """Yield rows of consecutive lines with their package, for the largest packages.
 
-    Every 4th file of a package is held out: a snippet is judged by its package's ways, not by its neighbours' lines.
+    Every 4th file of a package is held out: a snippet is classified by its package's style, not by neighbouring lines.
     """
     packages: dict[str, list[str]] = defaultdict(list)
     for package, path in stdlib_files(root):
@@ -132,7 +132,7 @@ def cached_corpus(rows: Callable[..., Iterator[dict[str, Any]]], columns: dict[s
 
 
 def load_text(name: str, config: str | None = None) -> DatasetDict:
-    """A dataset of the Hub, or a local file or folder of text, json, csv or parquet, with its own splits."""
+    """Load a dataset of the Hub, or a local file or folder of text, json, csv or parquet, with its own splits."""
     path = Path(name).expanduser()
     try:
         if path.is_file():
@@ -200,7 +200,7 @@ def load_tokenizer(
 def trained_tokenizer(
     family: str, texts: Dataset, column: str, vocab_size: int, max_length: int, cache: Path = CACHE
 ) -> PreTrainedTokenizerBase:
-    """A byte-level BPE with the special tokens of `family` (bert, t5, else gpt2's), from the cache or trained now."""
+    """Return a byte-level BPE with the special tokens of `family` (bert, t5, else gpt2's), from the cache or newly trained."""
     key = _digest("tokenizer", family, texts._fingerprint, column, vocab_size, max_length)
     folder = cache / f"tokenizer-{family}-{key}"
     if not folder.exists():
@@ -209,7 +209,7 @@ def trained_tokenizer(
         scratch = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=cache))
         try:
             tokenizer.save_pretrained(scratch)
-            # A folder appears whole or not at all; where another run was faster, its folder is as good.
+            # The rename is atomic. If another run was faster, its folder is equal.
             if not folder.exists():
                 os.replace(scratch, folder)
         except OSError:
@@ -282,7 +282,7 @@ class Prepared:
 
 @dataclass
 class LanguageModelCollator:
-    """Masks training batches anew each time; what already has labels (causal blocks, masked eval blocks) it leaves."""
+    """Masks training batches anew each time; rows with labels (causal blocks, masked eval blocks) stay unchanged."""
 
     tokenizer: PreTrainedTokenizerBase
     mlm_probability: float = 0.15
@@ -302,7 +302,7 @@ def language_modeling(
     eval_fraction: float = 0.05,
     limits: tuple[int | None, int | None] = (None, None),
 ) -> Prepared:
-    """Rows of text → blocks of `block_size` tokens, with labels (clm), or with masks in the evaluation blocks (mlm)."""
+    """Convert rows of text to blocks of `block_size` tokens with labels (clm), or with masked evaluation blocks (mlm)."""
     sample = [text for text in take(data["train"], 10)[column] if text]
     lines = all(text.find("\n") == len(text) - 1 for text in sample)
     blocks = mapped(
@@ -366,7 +366,7 @@ def classification(
     eval_fraction: float = 0.1,
     limits: tuple[int | None, int | None] = (None, None),
 ) -> Prepared:
-    """Rows of text and label → token rows with class numbers; classes are numbered in the order of their names."""
+    """Convert rows of text and label to tokens with class numbers, in the order of the classes' names."""
     feature = data["train"].features[label_column]
     values = classes(chain.from_iterable(rows.unique(label_column) for rows in data.values()), label_column)
     names = [feature.int2str(value) if hasattr(feature, "int2str") else str(value) for value in values]

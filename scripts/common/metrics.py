@@ -99,7 +99,7 @@ class ExactMatch(_Computed):
 
 
 def _edits(one: list[str], other: list[str], replacing: int = 1) -> int:
-    """Levenshtein distance; another word in the place of one counts as `replacing` edits (2: as to delete and insert)."""
+    """Return the Levenshtein distance; a replaced word counts as `replacing` edits (2: a deletion and an insertion)."""
     before = list(range(len(other) + 1))
     for number, word in enumerate(one, start=1):
         row = [number]

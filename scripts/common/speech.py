@@ -33,7 +33,7 @@ class Recording:
 
 
 def spoken_digits(count: int, seed: int) -> list[Recording]:
-    """`count` utterances of one to four digits, with noise."""
+    """Return `count` utterances of one to four digits, with noise."""
     draws = np.random.default_rng(seed)
     times = np.arange(int(RATE * WORD_S)) / RATE
     made = []
@@ -47,10 +47,10 @@ def spoken_digits(count: int, seed: int) -> list[Recording]:
 
 
 def recordings(folder: str | Path) -> list[Recording]:
-    """`folder/metadata.csv` with the columns file_name and transcription, and the WAV files (16 kHz, mono, 16 bits) it names.
+    """Load `folder/metadata.csv` (file_name, transcription) and the WAV files that it names (16 kHz, mono, 16 bits).
 
     Raises:
-        UserError: what is missing, or of another kind.
+        UserError: a file is missing, or has another format.
     """
     table = Path(folder) / "metadata.csv"
     if not table.is_file():
@@ -77,7 +77,7 @@ def recordings(folder: str | Path) -> list[Recording]:
 def features_of(
     spoken: Sequence[Recording], extractor: WhisperFeatureExtractor, tokenizer: PreTrainedTokenizerBase, length: int
 ) -> list[dict[str, Any]]:
-    """Rows for the Trainer: log-mel features of shape (mel bins, frames), and the text's tokens as labels."""
+    """Return rows for the Trainer: log-mel features of shape (mel bins, frames), and the text's tokens as labels."""
     rows = []
     for recording in spoken:
         features = extractor(recording.samples, sampling_rate=RATE, return_tensors="pt")["input_features"][0]
@@ -88,7 +88,7 @@ def features_of(
 
 @dataclass
 class SpeechCollator:
-    """Features are of one length already; labels are filled up with what losses leave out."""
+    """Pads labels with the value that losses ignore; features already have one length."""
 
     model: Any
 

@@ -1,4 +1,4 @@
-"""Tagged words, questions with answers, texts with summaries: where they come from, how they become tokens.
+"""Load and tokenize tagged words, questions with answers, and texts with summaries.
 
 Without a dataset they are made of the Python standard library, like the other corpora: words of code with their kind,
 questions about the arguments of a function, functions with the first line of their docstring.
@@ -37,7 +37,7 @@ Limits = tuple[int | None, int | None]
 
 
 def corpus_tags(held_out: bool, size: int, root: str | None = None) -> Iterator[dict[str, Any]]:
-    """Words of code and what each is: keyword, name, number, string, operator, comment."""
+    """Yield words of code with their kind: keyword, name, number, string, operator, comment."""
     kinds = {tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.OP: "operator", tokenize.COMMENT: "comment"}
     for row in corpus_files(held_out, size, root):
         found: list[tuple[str, str]] = []
@@ -56,7 +56,7 @@ def corpus_tags(held_out: bool, size: int, root: str | None = None) -> Iterator[
 
 
 def corpus_questions(held_out: bool, size: int, root: str | None = None) -> Iterator[dict[str, Any]]:
-    """Some lines of code, and a question about the arguments of a function in them; as SQuAD has it."""
+    """Yield lines of code with a question about the arguments of a function in them, in SQuAD's format."""
     for row in corpus_files(held_out, size, root):
         for found in DEFINITION.finditer(row["text"]):
             start = max(0, row["text"].rfind("\n", 0, max(0, found.start() - 80)) + 1)
@@ -68,7 +68,7 @@ def corpus_questions(held_out: bool, size: int, root: str | None = None) -> Iter
 
 
 def corpus_summaries(held_out: bool, size: int, root: str | None = None) -> Iterator[dict[str, Any]]:
-    """Functions without their docstring, and its first line."""
+    """Yield functions without their docstring, and its first line."""
     for row in corpus_files(held_out, size, root):
         try:
             tree = ast.parse(row["text"])
@@ -96,7 +96,7 @@ def structured_corpus(task: str, size: int = CORPUS_SIZE) -> DatasetDict:
 
 
 def text_for_tokenizer(task: str, data: Dataset) -> tuple[Dataset, str]:
-    """Rows of plain text, and their column, for a tokenizer that is trained now."""
+    """Return rows of plain text and their column, to train a tokenizer on."""
     if task == "token-classification":
         words = data.select(range(min(len(data), 5000)))["tokens"]
         return Dataset.from_dict({"text": [" ".join(row) for row in words]}), "text"
@@ -121,7 +121,7 @@ def check_columns(task: str, data: DatasetDict) -> None:
 def token_classification(
     data: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int, limits: Limits
 ) -> Prepared:
-    """Rows of words and tags → tokens with labels: of a word's tokens the first has its tag, the others count nothing."""
+    """Convert words and tags to tokens with labels: a word's first token has its tag, the loss ignores the others."""
     feature = data["train"].features["tags"].feature
     values = classes(chain.from_iterable(chain.from_iterable(rows["tags"] for rows in data.values())), "tags")
     names = [feature.int2str(value) if hasattr(feature, "int2str") else str(value) for value in values]
@@ -146,7 +146,7 @@ def _encode_tags(
 
 
 def question_answering(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int, limits: Limits) -> Prepared:
-    """Rows of question, context and answers → tokens, first and last token of the answer; what does not fit is left out."""
+    """Convert questions, contexts and answers to tokens with the answer's ends; rows that do not fit are dropped."""
     encoded = mapped(data, _encode_answers, {"tokenizer": tokenizer, "length": length})
     train, held_out = splits(encoded, 0.1, "questions whose answer fits", shuffle=True)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), DataCollatorWithPadding(tokenizer))
@@ -169,7 +169,7 @@ def _encode_answers(batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerB
 
 
 def summarization(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int, limits: Limits) -> Prepared:
-    """Rows of text and summary → tokens, with the summary's as labels. The collator is the script's: it needs the model."""
+    """Convert texts to tokens, and summaries to labels. The script sets the collator, which needs the model."""
     encoded = mapped(data, _encode_pairs, {"tokenizer": tokenizer, "length": length})
     train, held_out = splits(encoded, 0.1, "texts with summaries", shuffle=True)
     return Prepared(take(train, limits[0]), take(held_out, limits[1]), DataCollatorWithPadding(tokenizer))
