@@ -175,7 +175,9 @@ def Conv(self: Any, x: Tensor, route: int) -> Tensor:
 
 @_piece(lambda d, cls: {"rnn": cls(d, d, batch_first=True)})
 def Recurrent(self: Any, x: Tensor, route: int) -> Tensor:
-    return self.rnn(x)[0]
+    # Under autocast oneDNN's LSTM raises on processors without bfloat16.
+    with torch.backends.mkldnn.flags(enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return self.rnn(x)[0]
 
 
 @_piece(
