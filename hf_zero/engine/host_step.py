@@ -153,7 +153,7 @@ class Stepper:
                 span.bucket.count_grad()
 
     def _agree_on_present(self, unit: Unit) -> None:
-        """Find out in the middle of a backward which parameters have a gradient on any rank. A collective."""
+        """Agree in the middle of a backward on which parameters have a gradient on any rank. A collective."""
         mine = [flag for span in unit.trained for flag in span.bucket.had_local]
         agreed = iter(self._context.wire.start_maximum(mine)())  # not of device memory: it would wait for the device
         for span in unit.trained:

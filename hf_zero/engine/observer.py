@@ -17,8 +17,8 @@ class Observer:
     The model's passes:
         `before_forward(args, kwargs)`, `after_forward(output)`: around the outermost forward of the model.
         `before_part(unit)`: user code calls a part of the model by itself.
-        `before_backward()`, `after_backward()`: of one backward, or of gradients that one left on this rank. When the second is
-            called, they are reduced, or held inside `no_sync`.
+        `before_backward()`, `after_backward()`: around one backward, or gradients that one left on this rank. When the second
+            is called, they are reduced, or held inside `no_sync`.
         `before_gradients()`: reduced gradients are about to be used outside a step.
         `gradients_written(span)`: the span's reduced gradients have changed.
         `before_step(optimizer)`, `after_step(optimizer)`, `after_zero_grad()`.

@@ -1,4 +1,4 @@
-"""Optimizer groups as segments: those that optimizers have first, groups that change, and optimizers that are bound later.
+"""Translates optimizer groups into segments: when an optimizer is bound, and when user code changes its groups.
 
 User code sees segments in `group["params"]`, and may move them between groups, remove them, or add parameters of the model.
 Segments differ between ranks. So the ranks exchange the contents of their groups, and derive the same groups of parameters.

@@ -315,7 +315,7 @@ class Schedule:
             self._enter_use(each)
 
     def _enter_use(self, use: Use) -> None:
-        for earlier in self._walk.enter(use):  # entered first: an earlier use of its unit does not release it
+        for earlier in self._walk.enter(use):  # entered first, so that an earlier use does not release the unit
             self._finish_use(earlier)
         if not self.reshards:
             return
