@@ -131,7 +131,7 @@ class GroupWire(Wire):
         Wait(partial(call, *arguments), self.traffic, self.watch, "other", -1).wait()
 
     def _open(self, call: Callable[[], Any]) -> Any:
-        return open_in_thread(self.watch, self._call, call)
+        return open_in_thread(self.group, self.watch, self._call, call)
 
     def sum_scalar(self, value: Tensor) -> Tensor:
         # Gathered and summed here, so that every rank adds in the same order. The number of launches is constant.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -71,6 +72,12 @@ def home_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu")
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the time limit of a process group's collectives; None if its backend does not know it."""
+    backend: Any = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
 def watcher_of(group: dist.ProcessGroup, stall_s: float | None = None) -> Watcher:
     """Return the stall watch of a process group. `stall_s`: its limit from now on; None: unchanged."""
     found = _WATCHERS.get(group)
@@ -95,18 +102,21 @@ def reader_of() -> Reader:
     return found
 
 
-def open_in_thread(watch: Watch, wait: Callable[[Callable[[], None]], None], call: Callable[[], Any]) -> Any:
+def open_in_thread(
+    group: dist.ProcessGroup, watch: Watch, wait: Callable[[Callable[[], None]], None], call: Callable[..., Any]
+) -> Any:
     """Open process groups in another thread: torch waits there for other ranks, and no call breaks that wait.
 
     Args:
+        group: its time limit, which user code has set, is theirs.
         watch: its interrupts end the wait.
         wait: waits for a blocking function.
-        call: opens the groups.
+        call: opens the groups, with a `timeout`.
 
     Raises:
         StallError: the wait was interrupted, or another rank is lost.
     """
-    opening = Call(call)
+    opening = Call(partial(call, timeout=timeout_of(group)))
     Thread(target=opening.run, name="hf_zero opens a group", daemon=True).start()
 
     def finish() -> None:  # must raise inside `wait`: it translates the errors of lost connections

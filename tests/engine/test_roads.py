@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,11 +46,16 @@ class Ordered(nn.Module):
         return x.square().mean()
 
 
+def limit(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
 @on_ranks()
 def test_collectives_of_user_code_do_not_come_between(rank: int, world: int) -> None:
     """One rank starts its own before a step, the other after it: those of the engine are in a process group of their own."""
     model = Ordered()
-    zero.shard(model, None, zero.ZeroConfig(stage=3), **ROADS["collectives"].given)
+    engine = zero.shard(model, None, zero.ZeroConfig(stage=3), **ROADS["collectives"].given)
+    assert limit(engine.wire.group) == limit(dist.group.WORLD), "the limit that init_process_group was given"
     total = torch.full((7,), float(rank))
     work = dist.all_reduce(total, async_op=True) if rank == 0 else None
     model(torch.ones(2, 16), (0, 1, 2, 3)).backward()

@@ -12,6 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
@@ -69,7 +70,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any, environment: Mapping[str
     torch.set_num_threads(1)
     if world > 1:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=20))
     while True:
         call = pipe.recv()
         if call is None:
