@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *steps:
         token_loss(model(tokens), tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(4)
+def test_replicas_stay_equal_where_gradients_are_rounded(rank: int, world: int, stage: int) -> None:
+    """Each rank sums one part across replicas in float32, and sends it as bfloat16: it must use what it has sent."""
+    model, optimizer, engine = sharded(stage, 2, reduce_dtype="bfloat16")
+    train(model, optimizer, rank, 0, 1)
+    weights = torch.cat([param.detach().clone().flatten() for param in model.parameters()])  # this replica's
+    assert len({*engine.exchange(hashlib.sha256(weights.numpy().tobytes()).hexdigest())}) == 1
 
 
 def sent(rank: int, world: int, stage: int, replicas: int) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
