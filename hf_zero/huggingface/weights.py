@@ -163,8 +163,10 @@ class AdapterFormat:
         """Return what PEFT saves of `state` for one adapter, with the keys of the file."""
         from peft import get_peft_model_state_dict
 
-        model = self._model
-        with torch.no_grad(), patched([*patched_state_dict(model, state), *_prompt_encoder(model, state)]):
+        model, config = self._model, self._model.peft_config[adapter]
+        shown = [*patched_state_dict(model, state), *_prompt_encoder(model, state)]
+        shown += [(config, "rank_pattern", masks) for masks in [_rank_masks(model, adapter)] if masks]
+        with torch.no_grad(), patched(shown):
             kept = get_peft_model_state_dict(model, dict(state), adapter_name=adapter, save_embedding_layers=embeddings)
         params = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
         return {key: state[params[id(value)]] if id(value) in params else value for key, value in kept.items()}
@@ -263,8 +265,23 @@ def without_weights(model: nn.Module, state: Mapping[str, Any]) -> Attributes:
     if getattr(model, "_hf_peft_config_loaded", False):
         out.append((model, "get_adapter_state_dict", lambda **_: {}))
     if "peft.peft_model" in sys.modules:
-        out.append((sys.modules["peft.peft_model"], "get_peft_model_state_dict", lambda *args, **kwargs: {}))
+
+        def none(model: Any, *_: Any, adapter_name: str = "default", **__: Any) -> dict[str, Any]:
+            _rank_masks(model, adapter_name)
+            return {}
+
+        out.append((sys.modules["peft.peft_model"], "get_peft_model_state_dict", none))
     return out
+
+
+def _rank_masks(model: Any, adapter: str) -> dict[str, Tensor]:
+    """Return AdaLoRA's masks as tensors, since lists do not index meta tensors; rename them as PEFT does when it saves."""
+    config = model.peft_config[adapter]
+    ranks = getattr(config, "rank_pattern", None) or {}
+    if not any(isinstance(rank, list) for rank in ranks.values()):  # LoRA's are numbers
+        return {}
+    config.rank_pattern = {name.replace(f".{adapter}", ""): rank for name, rank in ranks.items()}
+    return {name: torch.tensor(rank, device="cpu") for name, rank in config.rank_pattern.items()}
 
 
 def _known(model: nn.Module, state: Mapping[str, Any]) -> Conversions:

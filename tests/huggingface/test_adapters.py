@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from transformers import TrainerCallback
 
 from tests.huggingface.trainer_runs import (
     OURS,
@@ -106,6 +107,29 @@ def generates() -> None:
     assert torch.equal(run.model.get_base_model().generate(prompt, **settings), whole)
 
 
+class Allocate(TrainerCallback):
+    """AdaLoRA's user calls this in every step."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.base_model.update_and_allocate(state.global_step)
+
+
+def allocates_ranks() -> None:
+    """AdaLoRA saves the rows that its masks keep, in checkpoints and at the end, and the masks in its config."""
+    config = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "total_step": 8, "target_modules": ["c_attn"]}
+    for name, stage in (("adalora_ddp", None), ("adalora", 3)):
+        torch.manual_seed(0)
+        model = get_peft_model(gpt2(0), AdaLoraConfig(fan_in_fan_out=True, task_type="CAUSAL_LM", **config))
+        run = trainer(name, stage, model=model, callbacks=[Allocate()])
+        run.train()
+        run.save_model()
+    for folder in ("checkpoint-4", "."):
+        mine, plain = Path("adalora", folder), Path("adalora_ddp", folder)
+        assert distance(saved(mine), saved(plain)) < 1e-5
+        assert (mine / "adapter_config.json").read_text() == (plain / "adapter_config.json").read_text()
+    assert any(len(value) < 4 for key, value in saved(Path("adalora")).items() if "lora_E" in key)
+
+
 WORK: dict[str, Callable[[], None]] = {
     **{f"stage {stage}": partial(equals_data_parallel, f"lora_{stage}", stage) for stage in range(4)},
     # the best is loaded into a sharded model, where PEFT would cast it
@@ -117,6 +141,7 @@ WORK: dict[str, Callable[[], None]] = {
     "bf16 resume": partial(resumes, "lora_bf16_again", 3, 0.0, bf16=True),
     "checkpointing": partial(equals_data_parallel, "lora_checkpointing", 3, gradient_checkpointing=True),
     "generate": generates,
+    "adalora": allocates_ranks,
 }
 
 
