@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import os
 import re
 from collections.abc import Sequence
@@ -75,23 +76,26 @@ T = TypeVar("T", bound=type)
 
 
 def suggest_names(prefix: str = "", *, all_names: bool = True) -> Any:
-    """Make the constructor of a dataclass suggest the closest setting for an unknown keyword.
+    """Make the constructor of a class suggest the closest setting for an unknown keyword.
 
     Args:
-        prefix: prefix of the fields that are settings: `zero_` for flags.
+        prefix: prefix of the arguments that are settings: `zero_` for flags.
         all_names: refuse every unknown name. False: leave names that resemble no setting to the class.
     """
 
     def decorate(cls: T) -> T:
-        stock, known = vars(cls)["__init__"], set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        stock = vars(cls)["__init__"]
+        known = inspect.signature(stock).parameters
 
         @functools.wraps(stock)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            names = list(ZeroConfig.__dataclass_fields__)
+            names = [name for name in ZeroConfig.__dataclass_fields__ if prefix + name in known]
             if args and all_names:
                 first = args[0]
-                given = ", ".join(f"{key}={value!r}" for key, value in first.items()) if isinstance(first, dict) else ""
-                given = given or (f"stage={first!r}" if isinstance(first, int) else "stage=3")
+                pairs = (
+                    first.items() if isinstance(first, dict) else [("stage", first if isinstance(first, int) else 3)]
+                )
+                given = ", ".join(f"{key}={value!r}" for key, value in pairs if key in names)
                 raise UnknownSettingError(
                     f"{cls.__name__} takes keywords only, found {first!r}: write {cls.__name__}({given})"
                 )
@@ -99,7 +103,7 @@ def suggest_names(prefix: str = "", *, all_names: bool = True) -> Any:
                 bare = name.removeprefix("zero_")
                 meant = _FOREIGN_NAMES.get(name) or _FOREIGN_NAMES.get(bare)
                 meant = meant or next(iter(difflib.get_close_matches(bare, names, 1, 0.8)), None)
-                if meant is not None:
+                if meant in names:
                     raise UnknownSettingError(
                         f"{cls.__name__} has no setting {name!r}: did you mean '{prefix}{meant}'?"
                     )
@@ -109,7 +113,10 @@ def suggest_names(prefix: str = "", *, all_names: bool = True) -> Any:
                         "mixed_precision='bf16' in Accelerator and zero.shard"
                     )
                 if all_names:
-                    raise UnknownSettingError(f"{cls.__name__} has no setting {name!r}. It has {', '.join(names)}")
+                    other = ". Pass it to ZeroConfig or ZeroPlugin" if name in ZeroConfig.__dataclass_fields__ else ""
+                    raise UnknownSettingError(
+                        f"{cls.__name__} has no setting {name!r}. It has {', '.join(names)}{other}"
+                    )
             stock(self, *args, **kwargs)
 
         type.__setattr__(cls, "__init__", __init__)

@@ -242,7 +242,11 @@ def _small_files(folder: Path) -> Iterator[str]:
     """Yield the model's files other than weights. Unknown files are not exported."""
     for path in sorted(folder.iterdir()):
         name = path.name
-        if name.startswith((".", *_TRAINING)) or name.endswith(("_results.json", ".safetensors.index.json")):
+        if (
+            _NOT_WEIGHTS(name)
+            or name.startswith(_TRAINING)
+            or name.endswith(("_results.json", ".safetensors.index.json"))
+        ):
             continue
         if path.is_file() and (path.suffix in _SUFFIXES or name in _DOCUMENTS):
             yield name

@@ -34,6 +34,7 @@ _FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ya
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _NO_SIZE = re.compile(r"[+]?[\d.][^/]*|[+]?(nan|inf|infinity)|[kmbt]", re.IGNORECASE)
 """Text like a number. Names on the Hub without a slash begin with a letter."""
+_SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(\.\d+)?[mb](?![a-z\d])", re.IGNORECASE)
 _HUB_S = 1.5
 """Seconds that the Hub has to answer."""
 
@@ -120,10 +121,13 @@ def _on_hub(name: str) -> Path:
         get_session().head(url, headers=headers, timeout=_HUB_S, follow_redirects=True).raise_for_status()
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # of the HTTP client, by version
-        near = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], NAMES, n=3, cutoff=0.5)
-        meant = (
-            f"Did you mean {' or '.join(near)}?" if near else "Known without the Hub: gpt2-xl, llama-3-8b and others."
-        )
+        near = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], NAMES, n=3, cutoff=0.7)
+        size = _SIZE_IN_NAME.search(name)
+        meant = f"Without the Hub, plan its size: hf-zero plan {size[0]}" if size else ""
+        if near or not size:
+            meant = (
+                f"Did you mean {' or '.join(near)}?" if near else "Known without it: gpt2-xl, llama-3-8b and others."
+            )
         raise ConfigError(
             f"no model {name!r}: it is not a size, a folder or a built-in name, and the Hub has no configuration of it "
             f"or does not answer ({_first_line(error)}). {meant}"

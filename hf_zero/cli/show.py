@@ -98,7 +98,7 @@ def as_command(
         machines = 1
     elif machines is None or ranks % machines:
         machines = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
-    nodes = f"--nnodes {machines} --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 " if machines > 1 else ""
+    nodes = f"--nnodes {machines} --node-rank NODE --master-addr HOST --master-port 29500 " if machines > 1 else ""
     each = "RANKS" if ranks is None else ranks // machines
     return f"torchrun {nodes}--nproc-per-node {each} train.py --output-dir out {as_flags(settings, trainer)}".strip()
 

@@ -31,7 +31,7 @@ from ..comm.group_wire import open_wire
 from ..comm.process_group import home_device
 from ..comm.watch import STALL_S
 from ..comm.wire import Wire
-from ..config import OFFLOADS, check_choice
+from ..config import OFFLOADS, check_choice, suggest_names
 from ..core.lazy_import import LazyFunction
 from ..engine.parameter import place_of, set_source
 from ..errors import RankMismatchError
@@ -60,6 +60,7 @@ OVERWRITES = frozenset(
 """Functions that write every element of their first argument and read none."""
 
 
+@suggest_names()
 class Init:
     """Create models sharded: `with zero.Init(): model = …`.
 

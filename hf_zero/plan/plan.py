@@ -126,9 +126,10 @@ class Plan:
         limits = ", ".join(f"{NAMES[name]} {size_text(limit)}" for name, limit in self.inputs.budgets.items())
         found = ", ".join(f"{NAMES[name]} is short of {size_text(value, up=True)}" for name, value in over.items())
         found += " even with all states in their slowest tier" if self.config.is_auto else ""
+        stage = "stage=3, " if self.config.policy.keep_full else ""
         return (
             f"{found} at stage {self.config.stage} on {ranks_text(self.inputs.world_size)} "
-            f"(per rank: {limits}). Use stage=3, more offloading, gradient checkpointing, more ranks or more memory; "
+            f"(per rank: {limits}). Use {stage}more offloading, gradient checkpointing, more ranks or more memory; "
             "`hf-zero plan MODEL --device-memory SIZE` finds settings that fit"
         )
 

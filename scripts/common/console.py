@@ -22,6 +22,8 @@ from hf_zero.errors import ConfigError, ZeroError, needs
 if TYPE_CHECKING:
     import torch
 
+os.environ.setdefault("TQDM_DELAY", "3")  # seconds: bars of short preparations would stand before the start screen
+
 GRACE_S = 2.0
 """Seconds a rank waits before it ends: launchers end all ranks with the first."""
 SETTLE_S = 0.1

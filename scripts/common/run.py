@@ -99,17 +99,15 @@ def where_to_resume(args: TrainingArguments) -> str | bool | None:
     given = args.resume_from_checkpoint
     if given is None or given.lower() in ("false", "none"):
         return None
-    exists = highest(int(Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir) is not None))
     if given.lower() == "latest":
-        if not exists and args.process_index == 0:
-            print(f"No checkpoint in {args.output_dir}: training starts fresh.", flush=True)
         return "latest"
+    exists = highest(int(Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir) is not None))
     if given.lower() != "true":
         if not Path(given).is_dir():
             raise UserError(f"--resume-from-checkpoint {given}: no such folder")
         return given
     if not exists:
-        raise UserError(f"--resume-from-checkpoint {given}: none in {args.output_dir!r}")
+        raise UserError(f"--resume-from-checkpoint {given}: no checkpoint in {args.output_dir!r}; latest starts fresh")
     return True
 
 

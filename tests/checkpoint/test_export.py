@@ -143,8 +143,10 @@ def test_peft_adapters(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         if "lora" in name:
             torch.nn.init.normal_(parameter)
-    model.save_pretrained(tmp_path / "source")
+    for folder in ("source", "source/checkpoint-4"):  # the folder of a run has checkpoints of its own
+        model.save_pretrained(tmp_path / folder)
     out = zero.export(sign(tmp_path / "source", {}), tmp_path / "out", dtype="bfloat16")
+    assert not (out / "checkpoint-4").exists()
     assert {"adapter_model.safetensors", "other/adapter_model.safetensors", "other/adapter_config.json"} <= set(
         files_under(out)
     )

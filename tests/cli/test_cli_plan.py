@@ -74,6 +74,7 @@ def test_an_unknown_name_fails_at_once_with_the_closest(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     started = time.process_time()
     assert "Did you mean llama-3-8b" in refused(capsys, "plan", "lama-3-8b")
+    assert "plan its size: hf-zero plan 7B" in refused(capsys, "plan", "Qwen/Qwen2.5-7B-Instruct")
     assert time.process_time() - started < 2
     code = "import sys; from hf_zero.cli.main import main; main(['plan', 'lama-3-8b']); print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
@@ -173,7 +174,7 @@ def test_each_size_of_gpu_has_settings(capsys):
     for size in ("8 GB", "12 GB", "16 GB", "24 GB", "40 GB", "48 GB", "80 GB", "141 GB"):
         assert size in out
     assert suggested(out)[1].gradient_checkpointing in (True, False)
-    assert "torchrun --nnodes 2 --node-rank 0 --master-addr" in run(capsys, "plan", "7B", "--world-size", 16)
+    assert "torchrun --nnodes 2 --node-rank NODE --master-addr" in run(capsys, "plan", "7B", "--world-size", 16)
     words, arguments = suggested(
         run(capsys, "plan", "gpt2-tiny", "--zero-offload-optimizer", "cpu", "--zero-step-in-backward")
     )

@@ -160,6 +160,6 @@ def test_sizes_and_commands_that_are_shown() -> None:
     for ranks, machines, launched in ((16, 4, "--nnodes 4"), (8, 2, "--nnodes 2"), (16, 1, "--nproc-per-node 16 ")):
         assert launched in as_command(ranks, {}, {}, machines)
     assert as_command(24, {"stage": 3}, {"bf16": True, "fp16": False}) == (
-        "torchrun --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 8 "
+        "torchrun --nnodes 3 --node-rank NODE --master-addr HOST --master-port 29500 --nproc-per-node 8 "
         "train.py --output-dir out --zero-stage 3 --bf16"
     )

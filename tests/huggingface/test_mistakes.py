@@ -34,6 +34,9 @@ SHARD: dict[str, tuple[Callable[[], Any], str]] = {
     "misspelt": (lambda: zero.shard(*pair(), offload_param="cpu"), "no setting 'offload_param': did you mean 'offload_params'"),
     "precision": (lambda: zero.ZeroPlugin(bf16=True), "no setting 'bf16'. Precision is set by bf16=True in TrainingArguments"),
     "long": (lambda: zero.shard(pair()[0], config=pair()[1]), "config must be a ZeroConfig, found AdamW .* …. Call"),
+    "Init": (lambda: zero.Init(offload_param="cpu"), "Init has no setting 'offload_param': did you mean 'offload_params'"),
+    "Init of a dict": (lambda: zero.Init({"stage": 3}), r"Init takes keywords only, found {'stage': 3}: write Init\(\)"),  # type: ignore[call-arg]
+    "Init of a stage": (lambda: zero.Init(stage=3), "Init has no setting 'stage'.*Pass it to ZeroConfig or ZeroPlugin"),
     "no device": (lambda: zero.shard(*pair(), device="gpu"), "device='gpu' is not a device"),
 }  # fmt: skip
 
