@@ -139,10 +139,12 @@ class Blockwise(Layerwise):
 
 
 class Replaces(Layerwise):
-    """Gives parameters new memory."""
+    """Gives parameters new memory, and keeps the former as state."""
 
     def update(self, p, group):
-        p.data = p.data - group["lr"] * self.rate(p) * p.grad
+        before = self.state[p].get("before", p.data)
+        self.state[p]["before"] = p.data
+        p.data = p.data + 0.5 * (p.data - before) - group["lr"] * self.rate(p) * p.grad
 
 
 class Untried(Layerwise):

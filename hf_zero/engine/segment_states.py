@@ -17,19 +17,21 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
     be lost silently. Access waits for updates that run after `optimizer.step()`. The engine itself uses `dict`'s methods.
 
     Args:
+        factory, states: as of `defaultdict`, whose `copy` and `|` pass only these.
         wait_for_step: waits until no other thread updates states.
     """
 
-    def __init__(self, states: Mapping[Any, dict[str, Any]], wait_for_step: Callable[[], None]) -> None:
+    def __init__(
+        self, factory: Any, states: Mapping[Any, dict[str, Any]], wait_for_step: Callable[[], None] = lambda: None
+    ) -> None:
         self._wait_for_step = wait_for_step
-        super().__init__(dict, states)
+        super().__init__(factory, states)
 
     def __missing__(self, key: Any) -> dict[str, Any]:
         self._check(key)
         return super().__missing__(key)
 
     def __reduce__(self) -> Any:
-        self._wait_for_step()
         return defaultdict, (dict, dict(self))
 
     @staticmethod
@@ -57,7 +59,8 @@ def _settled(name: str) -> Any:
 
 
 for _name in (
-    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__"),
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__len__", "__contains__"),
+    *("__eq__", "__ior__"),
     *("get", "keys", "items", "values", "pop", "popitem", "setdefault", "update", "clear"),
 ):
     setattr(SegmentStates, _name, _settled(_name))

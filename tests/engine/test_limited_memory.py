@@ -12,7 +12,7 @@ from torch import nn
 import hf_zero as zero
 from tests.kit.common import nameless_files
 from tests.kit.pool import RankPool, on_ranks
-from tests.kit.transports import Limits, Roads, Sizes
+from tests.kit.transports import Limits, LinkApart, Roads, Sizes
 
 pytestmark = pytest.mark.gloo
 LIMITS = Limits(unit_bytes=1 << 20, run_bytes=256 << 10)
@@ -64,6 +64,18 @@ def test_memory_does_not_grow_with_the_length_of_a_chain(two: RankPool, tmp_path
         assert long[1] == short[1] <= 3.5 * layer_bytes
         assert long[2] <= short[2] + layer_bytes  # the speed of the stepping thread decides
         assert long[3] == short[3]
+
+
+def test_at_most_two_gradients_are_on_their_way_to_a_disk(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    config = zero.ZeroConfig(stage=2, offload_optimizer="disk", offload_dir=tmp_path)
+    roads = Roads(link=LinkApart, limits=Limits(unit_bytes=1, run_bytes=1))
+    engine = zero.shard(model, torch.optim.AdamW(model.parameters()), config, **roads.given)
+    host = engine.context.storage.ledger.host
+    before = host.now["staging"]
+    model(torch.ones(2, 64)).sum().backward()
+    assert 0 < host.peak["staging"] - before <= 3 * 4 * 64 * 65
+    engine.detach()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
+from tests.kit.pool import on_ranks
 
 
 class Long(nn.Module):
@@ -19,11 +20,11 @@ class Long(nn.Module):
         return (self.weight * x).sum()
 
 
-def norm(x: Tensor, **settings: str) -> Tensor:
+def norm(x: Tensor, order: float = 2.0, **settings: str) -> Tensor:
     model = Long(x.numel())
     engine = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.ZeroConfig(stage=2, **settings))
     model(x).backward()
-    found = engine.clip_grad_norm_(float("inf"))
+    found = engine.clip_grad_norm_(float("inf"), norm_type=order)
     engine.detach()
     return found
 
@@ -38,3 +39,11 @@ def test_a_norm_does_not_depend_on_where_parts_end() -> None:
     """Offloaded gradients are summed in pieces."""
     x = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
     assert torch.equal(norm(x, offload_optimizer="cpu"), norm(x))
+
+
+@on_ranks()
+def test_a_largest_magnitude_is_nan_if_any_ranks_is(rank: int, world: int) -> None:
+    for at in (0, -1):
+        x = torch.ones(8)
+        x[at] = float("nan")
+        assert norm(x, float("inf")).isnan()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import hf_zero as zero
 from hf_zero import ConfigError, LayoutError, StateError, UnsupportedOptimizerError, ZeroConfig, register_optimizer
 from hf_zero.engine import Engine, shard
 from tests import optimizers as own
@@ -226,3 +229,64 @@ def test_full_matrices_cannot_be_bound_to_partitioned_elements(trained: Any) -> 
         engine.bind(own.Layerwise(model.parameters()))
     backward(model)
     optimizer.step()  # what was refused has left no trace
+
+
+class Held(own.Eager):
+    """Its step over elements waits for `go`."""
+
+    go = threading.Event()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                self.go.wait()
+                param.sub_(self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad))
+
+
+WAITS: tuple[Callable[[Any, Any, Any], object], ...] = (
+    *(lambda o, t, p, name=name: getattr(o.state, name)() for name in ("copy", "keys", "items", "values", "popitem")),
+    *(lambda o, t, p, name=name: getattr(o.state, name)(t) for name in ("get", "pop", "__getitem__", "__contains__")),
+    *(lambda o, t, p, call=call: call(o.state) for call in (copy.copy, copy.deepcopy, len, list, reversed, dict, repr)),
+    *(lambda o, t, p, name=name: getattr(o.state, name)({}) for name in ("update", "__ior__", "__or__", "__eq__")),
+    lambda o, t, p: o.state.setdefault(t, {}),
+    lambda o, t, p: o.state.__setitem__(t, {}),
+    lambda o, t, p: o.state.__delitem__(t),
+    lambda o, t, p: o.state.clear(),
+    lambda o, t, p: o.state_dict(),
+    lambda o, t, p: o.zero_grad(set_to_none=False),
+    lambda o, t, p: t.sum(),
+    lambda o, t, p: p.sum(),
+    lambda o, t, p: p.grad.zero_(),
+    lambda o, t, p: zero.full_parameter(p),
+    lambda o, t, p: zero.local_parameter(p),
+    lambda o, t, p: zero.set_full_parameter(p, torch.zeros_like(p)),
+    lambda o, t, p: zero.full_optimizer_state(p, "sum"),
+    lambda o, t, p: zero.local_optimizer_state(p, "sum"),
+)
+"""What user code does with an optimizer, a tensor of its group and a parameter."""
+
+
+def test_reads_and_writes_wait_for_the_step_under_way() -> None:
+    register_optimizer(Held, "elementwise")
+    model = nn.Embedding(4, 4)  # its backward does not gather it
+    optimizer = Held(model.parameters())
+    Held.go.set()
+    engine = zero.shard(model, optimizer, ZeroConfig(stage=3, offload_optimizer="cpu", offload_params="cpu"))
+    early = []
+    for number, act in enumerate((*WAITS, None)):
+        loss = model(torch.arange(4)).sum()
+        loss.backward(retain_graph=True)
+        Held.go.clear()
+        optimizer.step()
+        timer = threading.Timer(0.1, Held.go.set)
+        timer.start()
+        if act is None:
+            loss.backward()
+        else:
+            act(optimizer, optimizer.param_groups[0]["params"][0], model.weight)
+        early += [] if Held.go.is_set() else [number]
+        timer.join()
+        optimizer.zero_grad()
+    assert not early
+    engine.detach()
