@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+import hf_zero as zero
 from hf_zero import CheckpointError, verify
 from hf_zero.checkpoint.folder import Staging
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, digest_file
 from tests.faults.faults import CHANGES, faults
 from tests.kit.injection import Forked
+from tests.kit.pool import on_ranks
 
 OLD = [
     "config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
@@ -103,6 +106,17 @@ def test_files_are_durable_before_the_rename_and_before_the_manifest(start, tmp_
     between = {path for kind, path in log[moved[-2] : moved[-1]] if kind == "fsync"}
     assert between >= {str(target / name) for name in ["", "optimizer", "new/er/still", "new/er", "new"]}
     assert ("fsync", str(target)) in log[moved[-1] :]
+
+
+@on_ranks()
+def test_each_rank_makes_its_own_bytes_durable(rank: int, world: int, tmp_path: Path) -> None:
+    engine = zero.shard(nn.Linear(64, 64), config=zero.ZeroConfig(stage=3))
+    with faults(tmp_path, CHANGES) as log:
+        engine.save(tmp_path / "out")
+    written = {path for kind, path in log if kind.startswith("pwrite")}
+    assert written
+    assert written <= {path for kind, path in log if kind == "fsync"}
+    engine.detach()
 
 
 def hold(target: Path, ready: int, go: int) -> None:

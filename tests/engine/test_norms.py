@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +42,23 @@ def test_a_norm_does_not_depend_on_where_parts_end() -> None:
     """Offloaded gradients are summed in pieces."""
     x = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
     assert torch.equal(norm(x, offload_optimizer="cpu"), norm(x))
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "disk"])
+def test_clipping_again_and_zeroing_what_is_not_finite(tier: str, tmp_path: Path) -> None:
+    x, model = torch.arange(1.0, 9.0), Long(8)
+    config = zero.ZeroConfig(stage=2, offload_optimizer=tier, offload_dir=tmp_path)
+    engine = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    model(x).backward()
+    for limit in (1.0, 0.5, 0.25):
+        engine.clip_grad_norm_(limit)
+    assert torch.allclose(zero.full_gradient(model.weight), x / x.norm() / 4, rtol=1e-4)
+    model(x * torch.inf).backward()
+    engine.clip_grad_norm_(1.0)
+    engine.zero_grad(set_to_none=False)
+    model(x).backward()
+    assert torch.equal(zero.full_gradient(model.weight), x)
+    engine.detach()
 
 
 @on_ranks()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 from transformers import GPT2LMHeadModel
 
+import hf_zero as zero
 from tests.huggingface.accelerate_runs import (
     Run,
     accelerator_at,
@@ -235,14 +236,18 @@ def overflow(stage: int) -> None:
     model = gpt2()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     batch = {name: value[None] for name, value in Tokens()[RANK].items()}
-    skipped, scales, moved = [], [], []
+    skipped, scales, moved, norms = [], [], [], []
     before = {name: t.clone() for name, t in model.state_dict().items()}
     for step in range(3):
         loss = model(**batch).loss
         if step == 1 and RANK == 1:
             loss = loss * float("inf")
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if step < 2:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        else:
+            accelerator.clip_grad_value_(model.parameters(), 0.05)
+            clipped = zero.full_gradient(next(model.parameters())).abs()
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(bool(accelerator.optimizer_step_was_skipped))
@@ -254,6 +259,8 @@ def overflow(stage: int) -> None:
     assert scales == [1024.0, 512.0, 512.0]
     assert moved[1] == 0.0
     assert RANK or min(moved[0], moved[2]) > 0.0
+    assert norms[0] < 100  # of unscaled gradients, as are those clipped by value
+    assert clipped.mean() < 0.025 < clipped.max() <= 0.05
 
 
 def two_models() -> None:

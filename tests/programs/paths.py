@@ -166,6 +166,8 @@ def losses_on_the_first_block_by_rank(run: Run) -> None:
             one = language_model_loss(run, step)
             one.backward()
         two = _loss_on_the_first_block(run, step)
+        if step % 2 == 0:  # a read between forward and backward
+            next(p.grad for p in model.parameters() if p.requires_grad).norm()
         two.backward()
         run.see(one + two, "losses")
         run.update()
