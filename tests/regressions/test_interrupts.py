@@ -270,3 +270,27 @@ def test_no_finalizer_of_a_step_is_python_code(rank: int, world: int) -> list[st
     finally:
         sys.setprofile(None)
     return found[:3]
+
+
+class Interrupted:
+    """An object whose state is asked for when Ctrl-C comes, on rank 1 alone."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._rank == 1:
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@on_ranks()
+def test_an_interrupt_of_one_rank_ends_a_save_on_all(rank: int, world: int, tmp_path: Path) -> None:
+    engine = zero.shard(LanguageModel(), config=zero.ZeroConfig(stage=3))
+    with pytest.raises(KeyboardInterrupt if rank == 1 else zero.CheckpointError, match="" if rank else "rank 1"):
+        engine.save(tmp_path / "out", objects={"interrupted": Interrupted(rank)})
+    assert not (tmp_path / "out").exists()
+    engine.detach()
