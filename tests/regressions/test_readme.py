@@ -27,10 +27,8 @@ ROWS = {"Trainer": 32, "accelerate": 32, "torch": 32, "LoRA": 4}
 
 
 RUNS = {
-    "a": ("2026-11-27-cpu-2rank-fp32-memory.json", "memory"),
-    "b": ("2026-11-20-cpu-2rank-fp32-peers-time.json", "time"),
-    "c": ("2026-11-20-cpu-2rank-fp32-memory.json", "memory"),
-    "d": ("2026-11-29-cpu-2rank-fp32-time.json", "time"),
+    "a": ("2026-12-01-cpu-2rank-fp32-time.json", "time"),
+    "b": ("2026-12-01-cpu-2rank-fp32-memory.json", "memory"),
 }
 """The runs of README.md's comparison, by the letter of their command."""
 ENGINES = {
