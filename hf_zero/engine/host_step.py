@@ -66,6 +66,7 @@ class Stepper:
         begin = partial(_begin_thread, context.storage.meter)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero step", initializer=begin)
         self._optimizer_copy: OptimizerCopy | None = None
+        self._first_error: BaseException | None = None
         self._is_running = False  # an update may be running
         self._updated: set[Unit] = set()  # units that this step's backward has updated
         self._ring = Ring(self._storage, before_reuse=lambda: self._drain(0))
@@ -97,6 +98,7 @@ class Stepper:
         """Hide the gradients of offloaded segments from the optimizer's own step, which follows."""
         self.wait()
         self._context.raise_failures("an optimizer's step over offloaded state")
+        self._first_error = None
         if not self._updated:
             self._optimizer_copy = self._new_optimizer_copy(binding)
         self._context.hides_host_gradients = True
@@ -194,7 +196,7 @@ class Stepper:
 
     def forget(self) -> None:
         """Forget failures and updates in a backward: all values were loaded."""
-        self._optimizer_copy = None
+        self._first_error, self._optimizer_copy = None, None
         self._updated.clear()
 
     def close(self) -> None:
@@ -205,6 +207,8 @@ class Stepper:
     @torch.no_grad()
     def _run(self, step: UnitStep) -> None:
         try:
+            if self._first_error is not None:
+                raise StateError("an earlier unit's update failed") from self._first_error
             for wait in step.gradient_offloads:
                 wait()
             for update in step.updates:
@@ -216,6 +220,8 @@ class Stepper:
             self._ring.finish_writes(0)
         except BaseException as error:
             step.error = error
+            if self._first_error is None:
+                self._first_error = error
             self._abandon()
         finally:
             step.updates.clear()
