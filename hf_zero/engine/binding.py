@@ -146,8 +146,9 @@ class Binding:
 
     def guard_state(self, wait_for_step: Callable[[], None]) -> None:
         """Let access to `optimizer.state` wait for the running step. Called often: user code may assign another dictionary."""
-        if not isinstance(self.optimizer.state, SegmentStates):
-            self.optimizer.state = SegmentStates(dict, self.optimizer.state, wait_for_step)
+        state = self.optimizer.state
+        if not isinstance(state, SegmentStates) or state.wait_for_step != wait_for_step:  # a copy waits for nothing
+            self.optimizer.state = SegmentStates(dict, state, wait_for_step)
 
     def take_state(self) -> None:
         """Move the state that the optimizer has for the model's parameters to the segments."""

@@ -24,7 +24,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
     def __init__(
         self, factory: Any, states: Mapping[Any, dict[str, Any]], wait_for_step: Callable[[], None] = lambda: None
     ) -> None:
-        self._wait_for_step = wait_for_step
+        self.wait_for_step = wait_for_step
         super().__init__(factory, states)
 
     def __missing__(self, key: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _settled(name: str) -> Any:
     takes_key = name in ("__contains__", "get", "pop", "setdefault", "__setitem__")
 
     def method(self: SegmentStates, *args: Any, **kwargs: Any) -> Any:
-        self._wait_for_step()
+        self.wait_for_step()
         if takes_key:
             self._check(args[0])
         return plain(self, *args, **kwargs)

@@ -245,6 +245,8 @@ class Held(own.Eager):
 
 
 WAITS: tuple[Callable[[Any, Any, Any], object], ...] = (
+    *(lambda o, t, p, other=other: setattr(o, "state", o.state | other) for other in ({}, {"user": {}})),
+    lambda o, t, p: setattr(o, "state", {} | o.state),
     *(lambda o, t, p, name=name: getattr(o.state, name)() for name in ("copy", "keys", "items", "values", "popitem")),
     *(lambda o, t, p, name=name: getattr(o.state, name)(t) for name in ("get", "pop", "__getitem__", "__contains__")),
     *(lambda o, t, p, call=call: call(o.state) for call in (copy.copy, copy.deepcopy, len, list, reversed, dict, repr)),

@@ -491,7 +491,7 @@ def test_an_interrupted_run_says_how_to_continue(place: Path) -> None:
     assert process.wait() == 130, text
     lines = text.splitlines()
     assert "examples/s" not in text  # a short preparation shows no bars
-    assert any("no checkpoint in stopped: training starts from the beginning" in line for line in lines), text
+    assert text.count("no checkpoint in stopped: training starts from the beginning") == 1, text
     assert re.fullmatch(
         r"\[rank 0\] Interrupted after step \d+\. Newest checkpoint: stopped/checkpoint-\d+\. "
         r"To continue, repeat the command with --resume-from-checkpoint latest",
