@@ -95,7 +95,8 @@ def suggest_names(prefix: str = "", *, all_names: bool = True) -> Any:
                 pairs = (
                     first.items() if isinstance(first, dict) else [("stage", first if isinstance(first, int) else 3)]
                 )
-                given = ", ".join(f"{key}={value!r}" for key, value in pairs if key in names)
+                elsewhere = ZeroConfig.__dataclass_fields__.keys() - names  # misspelt ones stay, to be suggested then
+                given = ", ".join(f"{key}={value!r}" for key, value in pairs if key not in elsewhere)
                 raise UnknownSettingError(
                     f"{cls.__name__} takes keywords only, found {first!r}: write {cls.__name__}({given})"
                 )
